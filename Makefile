@@ -1,0 +1,49 @@
+# `make help` lists the targets. PYTHON=/path/to/python3.12 chooses the interpreter that .venv is made with.
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test lint format freeze clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## make .venv with the tested versions of everything (the other targets do it by themselves)
+
+# A venv whose interpreter is gone or is another Python is made anew; one that an interrupted install left is finished.
+$(STAMP): constraints.txt pyproject.toml setup.py .python-version
+	@if [ "$$($(RUN) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" != "$$(cat .python-version)" ]; then \
+	    python=$$(tools/find_python.sh $(if $(PYTHON),"$(PYTHON)")) || exit 1; \
+	    echo "Making $(VENV) with $$python"; \
+	    "$$python" -m venv --clear $(VENV) || exit 1; \
+	fi
+	@echo "Installing the versions in constraints.txt; the first time PyTorch makes this take some minutes."
+	@$(RUN) -m pip install --quiet --constraint constraints.txt setuptools
+	$(RUN) -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small GPT with Shampoo on 4 CPU processes, about 4 minutes (DEMO="--help" for options)
+	@$(RUN) tools/demo.py $(DEMO)
+
+test: $(STAMP)  ## run the whole test suite (TESTS="tests/unit -k plan" for a part)
+	@$(RUN) -m pytest $(TESTS)
+
+lint: $(STAMP)  ## check style, formatting and types (ruff, mypy)
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check --quiet
+	$(RUN) -m mypy
+
+format: $(STAMP)  ## rewrite the sources as `make lint` wants them
+	$(RUN) -m ruff check --fix --quiet
+	$(RUN) -m ruff format --quiet
+
+freeze: $(STAMP)  ## write the versions that .venv has now into constraints.txt
+	@{ sed -n '/^#/p' constraints.txt; \
+	   $(RUN) -m pip freeze --all --exclude-editable --exclude pip --exclude megatron-shampoo; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean:  ## remove caches and build outputs; .venv, data/ and runs/ stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,57 @@
+"""Strided copies carried out on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.shampoo.plan.copies import StridedCopy
+
+
+def source_view(sources: Sequence[Tensor | None], copy: StridedCopy) -> Tensor:
+    """The elements that a copy reads, as a view of its source buffer."""
+    source = sources[copy.source]
+    if source is None:
+        raise ValueError(f"the plan reads parameter {copy.source}, of which this rank holds nothing")
+    return source.as_strided(copy.size, copy.source_stride, source.storage_offset() + copy.source_offset)
+
+
+def target_view(target: Tensor, copy: StridedCopy) -> Tensor:
+    """The elements that a copy writes, as a view of its target buffer."""
+    return target.as_strided(copy.size, copy.target_stride, target.storage_offset() + copy.target_offset)
+
+
+def gather(copies: Iterable[StridedCopy], sources: Sequence[Tensor | None], target: Tensor) -> None:
+    """Copy from the sources into the flat target."""
+    for copy in copies:
+        target_view(target, copy).copy_(source_view(sources, copy))
+
+
+def scatter_add(
+    copies: Iterable[StridedCopy], target: Tensor, sources: Sequence[Tensor | None], scale: Sequence[float]
+) -> None:
+    """Add the flat target's elements, times the scale of their source, to the sources they came from.
+
+    Args:
+        copies: as for `gather`; they run backwards here.
+        target: flat buffer that is read.
+        sources: buffers that are added to, in place.
+        scale: one factor for each source.
+    """
+    for copy in copies:
+        source_view(sources, copy).add_(target_view(target, copy), alpha=scale[copy.source])
+
+
+def square_norms(flat: Tensor, lengths: Tensor) -> Tensor:
+    """Sum of squares of each of the consecutive segments of a flat tensor.
+
+    Args:
+        flat: `(sum of lengths,)`.
+        lengths: `(segments,)`, integer.
+
+    Returns:
+        `(segments,)`.
+    """
+    return torch.segment_reduce(flat.square(), "sum", lengths=lengths, unsafe=True)

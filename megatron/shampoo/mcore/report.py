@@ -1,0 +1,129 @@
+"""The start-up report: what goes where, printed once by rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch.distributed as dist
+
+from megatron.shampoo.mcore.routing import Route
+from megatron.shampoo.optimizer import Shampoo
+from megatron.shampoo.plan.grid import grid_of
+from megatron.shampoo.plan.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """One parameter's line in the report, with its layer (or expert) number taken out so that equal lines join."""
+
+    name: str
+    shape: str
+    route: str
+    parts: str
+    blocks: int
+    numel: int
+
+
+@dataclasses.dataclass
+class _Share:
+    """What one rank contributes to the report."""
+
+    lines: list[_Line]
+    cut: int
+    num_blocks: int
+    sent_bytes: int
+    balance: float
+
+
+def start_report(routes: Sequence[Route], optimizers: Sequence[Shampoo]) -> None:
+    """Print the routes of all parameters of the model, block totals, cut blocks, traffic and balance.
+
+    Args:
+        routes: of this rank's parameters.
+        optimizers: this rank's, dense before expert.
+
+    Collective: every rank. The lines are gathered over all ranks once, at the start.
+    """
+    share = _share_of(routes, optimizers)
+    shares: list[_Share | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, share)
+    if dist.get_rank() == 0:
+        print(_text([share for share in shares if share is not None], optimizers), flush=True)
+
+
+def _share_of(routes: Sequence[Route], optimizers: Sequence[Shampoo]) -> _Share:
+    lines: list[_Line] = []
+    if _speaks_for_its_stage():
+        plans = [optimizer.plan for optimizer in optimizers]
+        lines = [_line(route, plans, optimizers) for route in routes]
+    loads = [_balance(optimizer.plan) for optimizer in optimizers if optimizer.plan.blocks]
+    ranks = [optimizer.placement.rank for optimizer in optimizers]
+    return _Share(
+        lines=lines,
+        cut=sum(
+            optimizer.plan.owners[index] == rank and optimizer.plan.is_cut(index)
+            for optimizer, rank in zip(optimizers, ranks, strict=True)
+            for index in range(len(optimizer.plan.blocks))
+        ),
+        num_blocks=sum(len(stack.blocks) for optimizer in optimizers for stack in optimizer.schedule.stacks),
+        sent_bytes=sum(optimizer.planned_bytes for optimizer in optimizers),
+        balance=max(loads, default=1.0),
+    )
+
+
+def _speaks_for_its_stage() -> bool:
+    """One rank of each pipeline stage and expert-parallel group reports the parameters; the others have the same."""
+    from megatron.core import parallel_state as mpu
+
+    first = mpu.get_tensor_model_parallel_rank() == 0
+    return first and mpu.get_data_parallel_rank(with_context_parallel=True) < mpu.get_expert_model_parallel_world_size()
+
+
+def _line(route: Route, plans: Iterable[Plan], optimizers: Sequence[Shampoo]) -> _Line:
+    name = re.sub(r"\.(layers|local_experts)\.\d+\.", r".\1.*.", route.name)
+    name = re.sub(r"(linear_fc[12]\.weight)\d+$", r"\1*", name)
+    shape = "x".join(map(str, route.parameter.shape))
+    if not route.is_preconditioned:
+        return _Line(name, shape, f"AdamW ({route.reason})", "", 0, route.parameter.numel())
+    alignment = optimizers[0].placement.tp_alignment
+    grids = []
+    for part in route.parts:
+        rows, columns = grid_of(part, optimizers[0].config.block_size, alignment)
+        grids.append((part, len(rows), len(columns), rows[0][1] - rows[0][0], columns[0][1] - columns[0][0]))
+    text = ", ".join(
+        f"{part.name} {part.global_shape[0]}x{part.global_shape[1]} in {i}x{j} blocks of {m}x{n}"
+        for part, i, j, m, n in grids
+    )
+    return _Line(name, shape, "Shampoo", text, sum(i * j for _, i, j, _, _ in grids), route.parameter.numel())
+
+
+def _balance(plan: Plan) -> float:
+    load = plan.load()
+    return max(load) * len(load) / sum(load)
+
+
+def _text(shares: Sequence[_Share], optimizers: Sequence[Shampoo]) -> str:
+    counted = Counter(line for share in shares for line in share.lines)
+    width = max((len(line.name) for line in counted), default=0)
+    rows = ["----- shampoo: what goes where (shapes are of one tensor-parallel rank, blocks of all) -----"]
+    for line, count in counted.items():
+        route = f"{line.route}: {line.parts}" if line.parts else line.route
+        rows.append(f"  {line.name:<{width}}  {count:>3} x {line.shape:<12} {route}")
+    preconditioned = sum(line.numel * count for line, count in counted.items() if line.blocks)
+    everything = sum(line.numel * count for line, count in counted.items())
+    blocks = sum(line.blocks * count for line, count in counted.items())
+    roots = 2 * blocks
+    interval = optimizers[0].config.refresh_interval if optimizers else 1
+    rows += [
+        f"  preconditioned: {preconditioned:,} of {everything:,} elements (one tensor-parallel rank) in {blocks} blocks",
+        f"  inverse roots: {roots}, about {roots / interval:.1f} refreshed per step (every {interval} steps, by turns)",
+        f"  blocks cut by shard borders: {sum(share.cut for share in shares)} of "
+        f"{sum(share.num_blocks for share in shares)}; exchanged bytes per step: {sum(s.sent_bytes for s in shares):,}",
+        f"  balance over data-parallel ranks (max/mean of the cost model): "
+        f"{max((share.balance for share in shares), default=1.0):.2f}",
+        "----- end of shampoo -----",
+    ]
+    return "\n".join(rows)

@@ -1,0 +1,114 @@
+"""Seams that bring our optimizers into Megatron's arguments, optimizer set-up, step, log and checkpoints.
+
+Each does nothing unless the user asked for one of our optimizers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.shampoo.mcore.arguments import add_arguments, config_of, is_ours, shown_arguments
+
+
+def wrap_add_megatron_arguments(original: Callable) -> Callable:
+    """`--optimizer shampoo` and our flags, wherever Megatron builds its parser (it does so twice)."""
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def wrap_print_args(original: Callable) -> Callable:
+    """Show the user's word for the optimizer, not the one that stands for it."""
+
+    @functools.wraps(original)
+    def _print_args(title: str, args: Any) -> None:
+        original(title, shown_arguments(args))
+
+    return _print_args
+
+
+def wrap_get_megatron_optimizer(original: Callable) -> Callable:
+    """Put Shampoo inside the optimizers that Megatron has built."""
+
+    @functools.wraps(original)
+    def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.shampoo.mcore.build import use_shampoo
+        from megatron.training import get_args
+
+        optimizer = original(config, model_chunks, *args, **kwargs)
+        if is_ours(get_args()):
+            use_shampoo(optimizer, model_chunks, config_of(get_args()))
+        return optimizer
+
+    return get_megatron_optimizer
+
+
+def wrap_get_grad_norm(original: Callable) -> Callable:
+    """Remember the global gradient norm, which Megatron computes in every step, for the guard."""
+
+    @functools.wraps(original)
+    def get_grad_norm(self: Any) -> Any:
+        self.last_grad_norm = original(self)
+        return self.last_grad_norm
+
+    return get_grad_norm
+
+
+def wrap_step_with_ready_grads(original: Callable) -> Callable:
+    """Skip a step whose gradients are not finite; write our metrics after a step."""
+
+    @functools.wraps(original)
+    def step_with_ready_grads(self: Any) -> bool:
+        from megatron.shampoo.mcore import guard, tensorboard
+        from megatron.shampoo.mcore.build import shampoo_of
+        from megatron.training import get_args, get_tensorboard_writer
+
+        optimizers = shampoo_of(self)
+        if not optimizers:
+            return original(self)
+        if not guard.is_finite(getattr(self, "last_grad_norm", None)):
+            guard.report_skipped_step(optimizers, self.last_grad_norm)
+            return False
+        iteration = get_args().curr_iteration + 1
+        tensorboard.time_next_step(optimizers, iteration)
+        successful = original(self)
+        tensorboard.log_step(optimizers, iteration, get_tensorboard_writer())
+        return successful
+
+    return step_with_ready_grads
+
+
+def wrap_sharded_state_dict(original: Callable) -> Callable:
+    """Add the blocks' state to what Megatron saves, and to what it loads into."""
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.shampoo.mcore.build import shampoo_of
+        from megatron.shampoo.mcore.checkpoint import KEY, blocks_to_sharded
+
+        state = original(self, *args, **kwargs)
+        for inner in shampoo_of(self):
+            state[KEY] = blocks_to_sharded(inner, expert=inner.param_groups[0]["is_expert_parallel"])
+        return state
+
+    return sharded_state_dict
+
+
+def wrap_load_state_dict(original: Callable) -> Callable:
+    """Take the blocks' state out of what Megatron has loaded."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        from megatron.shampoo.mcore.build import shampoo_of
+        from megatron.shampoo.mcore.checkpoint import KEY, load_blocks
+
+        for inner in shampoo_of(self):
+            load_blocks(inner, state_dict.pop(KEY, {}))
+        return original(self, state_dict)
+
+    return load_state_dict

@@ -1,0 +1,96 @@
+"""Checks of our arguments against Megatron's, before the model is built: every refusal names flag, value and remedy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megatron.shampoo.config import ShampooConfig
+from megatron.shampoo.mcore.arguments import OPTIMIZERS, config_of, given_flags, is_ours
+
+
+class _Refusal(NamedTuple):
+    """A Megatron argument that our optimizer does not work with."""
+
+    dest: str
+    works: tuple[Any, ...]
+    flag: str
+    remedy: str
+
+
+_OFF = (False, None)
+
+_REFUSALS = (
+    _Refusal("use_megatron_fsdp", _OFF, "--use-megatron-fsdp", "use --use-distributed-optimizer"),
+    _Refusal("use_torch_fsdp2", _OFF, "--use-torch-fsdp2", "use --use-distributed-optimizer"),
+    _Refusal(
+        "use_precision_aware_optimizer",
+        _OFF,
+        "--use-precision-aware-optimizer",
+        "leave it out: moments and main parameters are float32",
+    ),
+    _Refusal("optimizer_cpu_offload", _OFF, "--optimizer-cpu-offload", "leave it out"),
+    _Refusal("optimizer_cuda_graph", _OFF, "--optimizer-cuda-graph", "leave it out: refresh turns change every step"),
+    _Refusal("fp8_param_gather", _OFF, "--fp8-param-gather", "leave it out (--fp8-format alone works)"),
+    _Refusal("fp4_param_gather", _OFF, "--fp4-param-gather", "leave it out"),
+    _Refusal(
+        "overlap_param_gather_with_optimizer_step",
+        _OFF,
+        "--overlap-param-gather-with-optimizer-step",
+        "use --overlap-param-gather",
+    ),
+    _Refusal("use_mup", _OFF, "--use-mup", "leave it out: its learning-rate rules are Adam's"),
+    _Refusal("qk_clip", _OFF, "--qk-clip", "leave it out: it reads whole main parameters, ours are sharded"),
+    _Refusal("moe_use_upcycling", _OFF, "--moe-use-upcycling", "upcycle with --optimizer adam first"),
+)
+
+
+def validate_args(args: Any) -> ShampooConfig | None:
+    """Check the optimizer's arguments.
+
+    Args:
+        args: Megatron's, after its own validation.
+
+    Returns:
+        The configuration, or None where another optimizer was chosen.
+
+    Raises:
+        ValueError: a `--shampoo-*` flag with another optimizer, or a value out of range.
+        NotImplementedError: a combination with a Megatron feature that does not work.
+    """
+    if not is_ours(args):
+        given = given_flags(args)
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: only used with --optimizer {' or '.join(OPTIMIZERS)}, but it is "
+                f"--optimizer {args.optimizer}; change the optimizer or leave the flags out"
+            )
+        return None
+    config = config_of(args)
+    _check_alignment(config, args)
+    for refusal in _REFUSALS:
+        value = getattr(args, refusal.dest, None)
+        if value not in refusal.works:
+            raise NotImplementedError(
+                f"{refusal.flag} does not work with --optimizer {args.second_order_optimizer}; {refusal.remedy}"
+            )
+    _check_checkpoint_format(args)
+    return config
+
+
+def _check_alignment(config: ShampooConfig, args: Any) -> None:
+    size = args.tensor_model_parallel_size
+    alignment = config.tp_alignment
+    if alignment is not None and alignment % size:
+        raise ValueError(
+            f"--shampoo-tp-alignment {alignment}: allowed are multiples of --tensor-model-parallel-size {size}, "
+            f"for instance {size * -(-alignment // size)}"
+        )
+
+
+def _check_checkpoint_format(args: Any) -> None:
+    uses_checkpoints = args.save is not None or args.load is not None
+    if uses_checkpoints and args.ckpt_format != "torch_dist" and not args.no_save_optim:
+        raise NotImplementedError(
+            f"--ckpt-format {args.ckpt_format} cannot hold the factors of --optimizer {args.second_order_optimizer}; "
+            "allowed is torch_dist"
+        )

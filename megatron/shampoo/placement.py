@@ -1,0 +1,87 @@
+"""Where an optimizer's parameters lie: what the glue (or one process by itself) tells the optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.shampoo.plan.parts import MatrixParameter, Part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The preconditioned parameters of a data-parallel group as one of its ranks sees them."""
+
+    parameters: tuple[MatrixParameter, ...]
+    """In an order that is the same on every rank of the group."""
+    shards: tuple[Tensor | None, ...]
+    """For each parameter the optimizer's own tensor: the flat shard, the whole parameter, or None (holds nothing)."""
+    group: dist.ProcessGroup | None
+    """The data-parallel group that shares the parameters; None for one process."""
+    tp_alignment: int
+    device: torch.device
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel size."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """Rank in the data-parallel group."""
+        return 0 if self.group is None else self.group.rank()
+
+
+def place_alone(groups: Sequence[dict], tp_alignment: int | None) -> Placement:
+    """Placement of an ordinary optimizer on one process: every matrix is one part, held whole.
+
+    Args:
+        groups: parameter groups; a group with `precondition=False` (embeddings, output layers) is left to AdamW.
+        tp_alignment: must be None or 1, there is no tensor parallelism to align with.
+
+    Raises:
+        ValueError: a tensor-parallel alignment, or a parameter that is not contiguous.
+    """
+    if tp_alignment not in (None, 1):
+        raise ValueError(f"tp_alignment {tp_alignment}: without Megatron there is no tensor parallelism; leave it None")
+    tensors = list(_matrices(groups))
+    parameters = []
+    for index, tensor in enumerate(tensors):
+        if not tensor.is_contiguous():
+            raise ValueError(f"parameter {index} of shape {tuple(tensor.shape)} is not contiguous: call .contiguous()")
+        shape = (tensor.shape[0], tensor.shape[1])
+        parameters.append(
+            MatrixParameter(name=f"parameter {index}", shape=shape, parts=(Part(name="weight", global_shape=shape),))
+        )
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return Placement(parameters=tuple(parameters), shards=tuple(tensors), group=None, tp_alignment=1, device=device)
+
+
+def _matrices(groups: Sequence[dict]) -> Iterable[Tensor]:
+    for group in groups:
+        if group.get("precondition", True):
+            yield from (tensor for tensor in group["params"] if tensor.ndim == 2 and min(tensor.shape) > 1)
+
+
+def check_same_plan(digest: str, placement: Placement) -> None:
+    """Refuse to start where ranks of the group made different plans: their messages would not match.
+
+    Raises:
+        RuntimeError: on every rank, naming the ranks that differ from the group's first.
+
+    Collective: every rank of the group.
+    """
+    if placement.group is None or placement.num_ranks == 1:
+        return
+    digests: list[str | None] = [None] * placement.num_ranks
+    dist.all_gather_object(digests, digest, group=placement.group)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise RuntimeError(
+            f"data-parallel ranks {others} planned other Shampoo blocks than rank 0 of their group: start every rank "
+            "with the same --shampoo-* flags and the same model"
+        )

@@ -1,0 +1,1 @@
+"""Tests: ``unit``, ``property``, ``distributed``, ``integration``; ``launch`` runs the real ``pretrain_gpt.py``."""

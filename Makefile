@@ -11,6 +11,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## make .venv with the tested versions of everything (the other targets do it by themselves)
+	@echo "$(VENV) is ready."
 
 # A venv whose interpreter is gone or is another Python is made anew; one that an interrupted install left is finished.
 $(STAMP): constraints.txt pyproject.toml setup.py .python-version

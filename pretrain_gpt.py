@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
+from typing import TYPE_CHECKING
 
 from megatron import cpu
+
+if TYPE_CHECKING:
+    from megatron.cpu.flags import CpuArgumentParser
 
 _PROGRAM_START = time.time()
 
@@ -22,8 +27,8 @@ ARGUMENT_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 cpu.install_if_needed()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our arguments to Megatron's and fit the defaults to the device.
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser | CpuArgumentParser:
+    """Fit the defaults to the device; the optimizer's flags have come with a seam into Megatron's parser.
 
     Args:
         parser: Megatron's parser.
@@ -32,11 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         The parser that Megatron is to parse with.
     """
     from megatron.cpu import flags
-    from megatron.shampoo import mcore as shampoo
+    from megatron.gpt.arguments import tidy_help
 
-    # Megatron's full usage is six hundred lines, and argparse would print it before every error.
-    parser.usage = "%(prog)s [flags]; --help describes them"
-    return flags.adapt(shampoo.add_arguments(parser))
+    tidy_help(parser)
+    return flags.adapt(parser)
 
 
 def main() -> None:
@@ -46,20 +50,30 @@ def main() -> None:
     shampoo.install()
     cpu.adapt_megatron_if_needed()
 
-    from megatron.gpt.errors import reported_to_user
     from megatron.training.arguments import parse_and_validate_args
 
+    from megatron.data_tools.checks import check_split
+    from megatron.data_tools.seams import mend_gpt2_bpe_tokenizer
+    from megatron.gpt.arguments import check_load
+    from megatron.gpt.errors import reported_to_user
+
+    mend_gpt2_bpe_tokenizer()
+    # Megatron would report every use of --tokenizer-type as an override.
+    warnings.filterwarnings("ignore", "Overriding default arguments for tokenizer_type")
     with reported_to_user(PROGRAM):
         args = parse_and_validate_args(add_arguments, args_defaults=ARGUMENT_DEFAULTS)
         shampoo.validate_args(args)
+        check_split(args)
+        check_load(args)
 
     from megatron.core.enums import ModelType
+    from megatron.training import get_tokenizer, inprocess_restart, pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
     from megatron.gpt.datasets import train_valid_test_datasets
     from megatron.gpt.helpers import use_shipped_helpers
     from megatron.gpt.step import forward_step
     from megatron.gpt.vocabulary import padding_masker
-    from megatron.training import get_tokenizer, inprocess_restart, pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     use_shipped_helpers()
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())

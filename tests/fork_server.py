@@ -3,13 +3,15 @@
 It imports the entry script and everything heavy that a run needs, starts no thread, and then forks the ranks of each
 requested run. Requests and replies are JSON, one object a line, over stdin and stdout; `tests.launch` is the client.
 
-A forked rank differs from one under torchrun in two ways that a test should know: all ranks share one string hash
-seed, and Megatron's modules are imported before the entry's ``main`` runs.
+A forked rank differs from one under torchrun in three ways that a test should know: all ranks share one string hash
+seed, Megatron's modules are imported before the entry's ``main`` runs, and a process that multiprocessing spawns
+imports this file instead of the entry, which is quicker.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import importlib
@@ -61,8 +63,6 @@ def load_entry(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules["pretrain_gpt"] = module
     spec.loader.exec_module(module)
-    # multiprocessing's spawn re-runs __main__ by file when it has no spec, as it does for a script.
-    module.__spec__ = None
     return module
 
 
@@ -73,7 +73,7 @@ def preload() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     # Every parse reads the source of Megatron's dataclasses for its help texts: half a second a rank without a cache.
-    inspect.getsource = functools.cache(inspect.getsource)
+    inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
@@ -132,7 +132,6 @@ def run_rank(entry: ModuleType, request: dict[str, Any], rank: int, port: int) -
     )  # fmt: skip
     os.chdir(request["cwd"])
     sys.argv = [str(entry.__file__), *request["args"]]
-    sys.modules["__main__"] = entry
     recorder = Recorder(Path(request["directory"]), rank, request["record"])
     try:
         recorder.install()
@@ -254,10 +253,8 @@ def run(entry: ModuleType, request: dict[str, Any], reply_fd: int) -> dict[str, 
     start, port, pids = time.monotonic(), free_port(), []
     for rank in range(request["world_size"]):
         pid = fork_rank(entry, request, rank, port, reply_fd)
-        try:
+        with contextlib.suppress(PermissionError):  # the child was quicker to do it
             os.setpgid(pid, pid)
-        except (ProcessLookupError, PermissionError):
-            pass  # the child was quicker to do it
         pids.append(pid)
     returncodes, first_failed, timed_out = wait_for_ranks(pids, request["timeout"])
     return {

@@ -1,8 +1,8 @@
 """Run the real ``pretrain_gpt.py`` on several ranks, cheaply: the client of `tests.fork_server`.
 
-    with Launcher() as launcher:
-        result = launcher.run(tiny_gpt() + layout_flags(tp=2), world_size=2).check()
-        print(result.losses, result.grad_norms)
+with Launcher() as launcher:
+    result = launcher.run(tiny_gpt() + layout_flags(tp=2), world_size=2).check()
+    print(result.losses, result.grad_norms)
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Launcher:
                 directory = Path(self._folder.name) / f"run{self._num_runs}"
                 directory.mkdir()
                 self._num_runs += 1
-            request = {
+            request: dict[str, Any] = {
                 "args": [str(arg) for arg in args],
                 "world_size": world_size,
                 "setup": setup,

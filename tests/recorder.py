@@ -187,6 +187,4 @@ def gather_parameters(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
             slice_index = rank if entry["partition_dim"] >= 0 else 0
             first = slices.setdefault(name, {}).setdefault(slice_index, entry["data"])
             assert torch.equal(first, entry["data"]), f"{name}: replicas differ ({Path(path).name})"
-    return {
-        name: join_slices([held[rank] for rank in sorted(held)], *cuts[name]) for name, held in slices.items()
-    }
+    return {name: join_slices([held[rank] for rank in sorted(held)], *cuts[name]) for name, held in slices.items()}

@@ -147,4 +147,4 @@ def layout_flags(**sizes: int | bool) -> list[str]:
     Returns:
         The flags.
     """
-    return Layout(**sizes).flags
+    return Layout(**sizes).flags  # type: ignore[arg-type]

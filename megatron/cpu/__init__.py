@@ -1,8 +1,8 @@
 """Runs Megatron where torch sees no CUDA device: CPU tensors, gloo, the same command line.
 
-`install_if_needed` presents the CPU as `torch.cuda` and must run before Megatron is imported, also in the processes that
-checkpointing spawns, which is why an entry script calls it at import. `adapt_megatron_if_needed` then replaces the few
-functions of Megatron that assume a GPU. Where CUDA is available neither does anything.
+`install_if_needed` presents the CPU as `torch.cuda` and must run before Megatron is imported, also in the processes
+that checkpointing spawns, which is why an entry script calls it at import. `adapt_megatron_if_needed` then replaces the
+few functions of Megatron that assume a GPU. Where CUDA is available neither does anything.
 """
 
 from __future__ import annotations

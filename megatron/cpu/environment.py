@@ -65,5 +65,6 @@ def set_rendezvous() -> None:
     """
     if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
+    world_of_one = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    for name, value in world_of_one.items():
+        os.environ.setdefault(name, str(value))

@@ -56,7 +56,8 @@ class Refusal:
         Returns:
             One sentence per point.
         """
-        given = self.flag if value is True else f"{self.flag} {value}"
+        words = value if isinstance(value, list) else [value]
+        given = " ".join([self.flag, *(str(getattr(word, "name", word)) for word in words if word is not True)])
         return f"{given}: cannot run on CPU (torch finds no CUDA device); allowed: {self.allowed}; {self.remedy}."
 
 
@@ -64,67 +65,80 @@ def _is_set(value: Any) -> bool:
     return bool(value)
 
 
-def _more_than_one(value: Any) -> bool:
-    return value is not None and value > 1
+def _more_than(limit: int) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value > limit
 
 
 def _other_than(*allowed: Any) -> Callable[[Any], bool]:
-    return lambda value: value not in allowed
+    """Refuse all but the values listed; an enumeration's members are compared by name."""
+    return lambda value: getattr(value, "name", value) not in (None, *allowed)
 
 
-def _switch(dest: str, reason: str) -> Refusal:
-    """Refuse a switch or an option that must stay unset."""
-    return Refusal(dest, "--" + dest.replace("_", "-"), _is_set, "leave it out", reason)
+_CUDA_GRAPHS = "CUDA graphs need a GPU"
+_TRANSFORMER_ENGINE = "it is Transformer Engine's"
+_NCCL = "NCCL moves GPU memory only"
+_USE_BF16 = "use --bf16 or fp32"
+_ZERO_1 = "use --use-distributed-optimizer"
 
+VALUE_REFUSALS = (
+    Refusal("transformer_impl", "--transformer-impl", _other_than("local"), "local", "leave the flag out"),
+    Refusal("distributed_backend", "--distributed-backend", _other_than("gloo"), "gloo", "leave the flag out"),
+    Refusal("attention_backend", "--attention-backend", _other_than("auto", "local", "unfused"), "auto, local, unfused",
+            "fused attention is a CUDA kernel"),
+    Refusal("context_parallel_size", "--context-parallel-size", _more_than(1), "1",
+            "split the sequence with --tensor-model-parallel-size and --sequence-parallel instead"),
+    Refusal("cuda_graph_impl", "--cuda-graph-impl", _other_than("none"), "none", _CUDA_GRAPHS),
+    Refusal("cross_entropy_fusion_impl", "--cross-entropy-fusion-impl", _other_than("native"), "native",
+            _TRANSFORMER_ENGINE),
+    Refusal("moe_token_dispatcher_type", "--moe-token-dispatcher-type", _other_than("allgather", "alltoall"),
+            "allgather, alltoall", "the flex dispatcher is a CUDA library"),
+    Refusal("cpu_offloading_num_layers", "--cpu-offloading-num-layers", _more_than(0), "0",
+            "activations are on the CPU already"),
+    Refusal("fp8", "--fp8-format", _is_set, "leave it out", _USE_BF16),
+    Refusal("fp4", "--fp4-format", _is_set, "leave it out", _USE_BF16),
+    Refusal("nccl_ub", "--use-nccl-ub", _is_set, "leave it out", _NCCL),
+)  # fmt: skip
+"""Options refused for some of their values."""
 
-REFUSALS = (
-    Refusal(
-        "transformer_impl",
-        "--transformer-impl",
-        _other_than("local"),
-        "local",
-        "Transformer Engine's layers are CUDA kernels; leave the flag out",
-    ),
-    Refusal(
-        "distributed_backend",
-        "--distributed-backend",
-        _other_than("gloo"),
-        "gloo",
-        "NCCL moves GPU memory only; leave the flag out",
-    ),
-    Refusal("context_parallel_size", "--context-parallel-size", _more_than_one, "1",
-            "split the sequence with --sequence-parallel and --tensor-model-parallel-size instead"),
-    Refusal("hierarchical_context_parallel_sizes", "--hierarchical-context-parallel-sizes", _is_set, "leave it out",
-            "context parallelism needs Transformer Engine's attention"),
-    Refusal("cuda_graph_impl", "--cuda-graph-impl", _other_than(None, "none"), "none", "leave the flag out"),
-    Refusal("fp8", "--fp8-format", _is_set, "leave it out", "use --bf16 or fp32"),
-    Refusal("fp4", "--fp4-format", _is_set, "leave it out", "use --bf16 or fp32"),
-    Refusal("pipeline_model_parallel_comm_backend", "--pipeline-model-parallel-comm-backend",
-            _other_than(None, "gloo"), "gloo", "leave the flag out"),
-    Refusal("attention_backend", "--attention-backend", lambda value: getattr(value, "name", "auto")
-            not in ("auto", "local", "unfused"), "auto, local, unfused", "fused attention kernels need a GPU"),
-    _switch("async_save", "its writer process stages GPU memory; checkpoints are saved synchronously"),
-    _switch("optimizer_cpu_offload", "the optimizer is on the CPU already"),
-    _switch("optimizer_cuda_graph", "CUDA graphs need a GPU"),
-    _switch("external_cuda_graph", "CUDA graphs need a GPU"),
-    _switch("enable_cuda_graph", "CUDA graphs need a GPU"),
-    _switch("use_precision_aware_optimizer", "it is Transformer Engine's fused Adam; use --use-distributed-optimizer"),
-    _switch("fp8_param_gather", "fp8 needs a GPU; use --bf16"),
-    _switch("fp4_param_gather", "fp4 needs a GPU; use --bf16"),
-    _switch("use_flash_attn", "flash attention is a CUDA kernel"),
-    _switch("tp_comm_overlap", "it overlaps with Transformer Engine's user buffers; use --sequence-parallel alone"),
-    _switch("use_megatron_fsdp", "use --use-distributed-optimizer"),
-    _switch("use_torch_fsdp2", "use --use-distributed-optimizer"),
-    _switch("use_nccl_ub", "NCCL moves GPU memory only"),
-    _switch("nccl_ub", "NCCL moves GPU memory only"),
-    _switch("moe_grouped_gemm", "grouped GEMM is a CUDA kernel; experts then run one after another"),
-    _switch("moe_permute_fusion", "the fusion is a Transformer Engine kernel"),
-    _switch("cross_entropy_loss_fusion", "leave the loss unfused"),
-    _switch("inprocess_restart", "it watches CUDA devices; let the launcher restart the run"),
-    _switch("cpu_offloading", "activations are on the CPU already"),
-    _switch("fine_grained_activation_offloading", "activations are on the CPU already"),
-    _switch("te_rng_tracker", "it is Transformer Engine's; leave the flag out"),
-    _switch("multi_latent_attention", "Megatron's local layers do not support it"),
+SWITCH_REFUSALS = {
+    "async_save": "its writer process stages GPU memory; without it checkpoints are saved synchronously",
+    "cross_entropy_loss_fusion": "leave the loss unfused",
+    "enable_cuda_graph": _CUDA_GRAPHS,
+    "external_cuda_graph": _CUDA_GRAPHS,
+    "fine_grained_activation_offloading": "activations are on the CPU already",
+    "fp4_param_gather": _USE_BF16,
+    "fp8_param_gather": _USE_BF16,
+    "fused_residual_rmsnorm": _TRANSFORMER_ENGINE,
+    "gpu_sniff_test_interval": "there is no GPU to test",
+    "hierarchical_context_parallel_sizes": "context parallelism needs Transformer Engine's attention",
+    "inprocess_restart": "it watches CUDA devices; let the launcher restart the run",
+    "moe_enable_deepep": "DeepEP is a CUDA library; use --moe-token-dispatcher-type alltoall",
+    "moe_grouped_gemm": "grouped GEMM is a CUDA kernel; without it experts run one after another",
+    "moe_permute_fusion": _TRANSFORMER_ENGINE,
+    "moe_router_fusion": _TRANSFORMER_ENGINE,
+    "multi_latent_attention": "Megatron's local layers do not support it",
+    "nccl_communicator_config_path": _NCCL,
+    "optimizer_cpu_offload": "the optimizer is on the CPU already",
+    "optimizer_cuda_graph": _CUDA_GRAPHS,
+    "pipeline_model_parallel_comm_backend": "stages exchange over gloo",
+    "record_memory_history": "it records CUDA's allocator",
+    "te_rng_tracker": _TRANSFORMER_ENGINE,
+    "tp_comm_overlap": f"{_TRANSFORMER_ENGINE}; use --sequence-parallel alone",
+    "use_flash_attn": "flash attention is a CUDA kernel",
+    "use_kitchen_attention": "it is a CUDA library",
+    "use_megatron_fsdp": _ZERO_1,
+    "use_precision_aware_optimizer": f"it is Transformer Engine's fused Adam; {_ZERO_1}",
+    "use_sharp": _NCCL,
+    "use_te_activation_func": _TRANSFORMER_ENGINE,
+    "use_torch_fsdp2": _ZERO_1,
+    "use_transformer_engine_op_fuser": _TRANSFORMER_ENGINE,
+    "yaml_cfg": "its values would replace the defaults that a CPU needs; type the flags",
+}
+"""Options refused whenever they are given (destination, reason or remedy)."""
+
+REFUSALS = VALUE_REFUSALS + tuple(
+    Refusal(dest, "--" + dest.replace("_", "-"), _is_set, "leave it out", remedy)
+    for dest, remedy in SWITCH_REFUSALS.items()
 )
 
 
@@ -169,7 +183,7 @@ class CpuArgumentParser:
     def _checked(self, args: argparse.Namespace) -> argparse.Namespace:
         for refusal in REFUSALS:
             value = getattr(args, refusal.dest, None)
-            if refusal.is_refused(value) and hasattr(args, refusal.dest):
+            if refusal.is_refused(value):
                 # Not parser.error: Megatron's usage is six hundred lines long.
                 self._parser.exit(2, f"{self._parser.prog}: error: {refusal.message(value)}\n")
         if int(os.environ.get("RANK", "0")) == 0:

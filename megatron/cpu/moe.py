@@ -1,4 +1,4 @@
-"""Mixture of experts on CPU: split sizes as the collective wants them, experts' weights that do not depend on the layout."""
+"""Mixture of experts on CPU: split sizes as the collective wants them, weights that do not depend on the layout."""
 
 from __future__ import annotations
 

@@ -53,4 +53,4 @@ def install() -> None:
 
     Megatron 0.19 imports `WrappedTorchNorm` by name into many modules, so the class stays and its constructor changes.
     """
-    WrappedTorchNorm.__new__ = staticmethod(build_norm)  # type: ignore[assignment]
+    WrappedTorchNorm.__new__ = staticmethod(build_norm)

@@ -121,6 +121,17 @@ def is_cuda_device(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
+def _backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Do what `tensor.backward` does, by the function that does not ask modes again."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
 class DeviceMode(TorchFunctionMode):
     """Sends what torch functions are asked to do on a CUDA device to the CPU, drawing from the device's stream."""
 
@@ -147,6 +158,10 @@ class DeviceMode(TorchFunctionMode):
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron's optimizers sort parameters by the names of CUDA's tensor types.
             return func(*args).replace("torch.", "torch.cuda.")
+        elif func is torch.Tensor.backward:
+            # A mode is off while it handles a call, and a backward pass may recompute activations.
+            with self:
+                return _backward(*args, **(kwargs or {}))
         if func in rng.DEVICE_DRAWS or (on_device and func in rng.FACTORY_DRAWS):
             with rng.draw_from_device():
                 return func(*args, **(kwargs or {}))
@@ -168,6 +183,28 @@ def _constant(value: Any) -> Callable[..., Any]:
     return function
 
 
+_WITHOUT_EFFECT = (
+    "check_error",
+    "empty_cache",
+    "ipc_collect",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_peak_memory_stats",
+    "set_device",
+    "set_stream",
+    "synchronize",
+)
+"""Functions of `torch.cuda` that have nothing to do here."""
+
+_GPU_ONLY_WARNINGS = (
+    "'pin_memory' argument is set as true but no accelerator is found",
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "Only transformer-engine",
+)
+"""How warnings begin that each rank would print and that say nothing more than that there is no GPU."""
+
+
 def _cuda_functions() -> dict[str, Any]:
     """List what `torch.cuda` is to contain.
 
@@ -175,14 +212,12 @@ def _cuda_functions() -> dict[str, Any]:
     find the device's generator in `default_generators`.
     """
     stream = Stream()
-    nothing = (
-        "synchronize set_device set_stream empty_cache ipc_collect check_error reset_peak_memory_stats "
-        "reset_max_memory_allocated reset_accumulated_memory_stats"
-    ).split()
     return {
-        **{name: _constant(None) for name in nothing},
+        **{name: _constant(None) for name in _WITHOUT_EFFECT},
         "is_available": _constant(True),
         "is_initialized": _constant(True),
+        # torch.manual_seed passes over the device in a child of a process that counted CUDA devices.
+        "_is_in_bad_fork": _constant(False),
         "is_current_stream_capturing": _constant(False),
         "current_device": lambda: local_rank(),
         "device_count": lambda: local_world_size(),
@@ -216,9 +251,13 @@ class _DeviceGenerators:
         return local_world_size()
 
 
-def _stay(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for `.cuda()` of tensors and modules: they are where they should be."""
-    return tensor
+def _stay() -> Callable[..., Any]:
+    """Make a stand-in for `.cuda()` and `.pin_memory()`: tensors and modules are where they should be."""
+
+    def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    return stay
 
 
 def present_cpu_as_cuda() -> None:
@@ -232,8 +271,8 @@ def present_cpu_as_cuda() -> None:
         setattr(torch.cuda.nvtx, name, _constant(None))
     # Data loaders pin memory where torch.accelerator reports a device, and its C++ side has none.
     torch.accelerator.is_available = _constant(False)
-    warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator is found")
-    torch.Tensor.cuda = _stay  # type: ignore[assignment]
-    torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor  # type: ignore[assignment]
-    torch.nn.Module.cuda = lambda module, *args: module  # type: ignore[assignment]
+    for beginning in _GPU_ONLY_WARNINGS:
+        warnings.filterwarnings("ignore", beginning)
+    for owner, name in ((torch.Tensor, "cuda"), (torch.Tensor, "pin_memory"), (torch.nn.Module, "cuda")):
+        setattr(owner, name, _stay())
     DeviceMode().__enter__()

@@ -1,7 +1,7 @@
 """The device's own random stream, kept apart from the host's.
 
-On a GPU Megatron draws from two generators: the host's, which initialises weights (`--use-cpu-initialization`) and seeds
-data loaders and is equal on all tensor-parallel ranks, and the device's, which makes dropout masks and which
+On a GPU Megatron draws from two generators: the host's, which initialises weights (`--use-cpu-initialization`) and
+seeds data loaders and is equal on all tensor-parallel ranks, and the device's, which makes dropout masks and which
 `get_cuda_rng_tracker().fork()` switches between the default stream (equal over tensor-parallel ranks) and the
 model-parallel one (different on each). Here the device is a CPU too, and torch's CPU kernels draw from the host
 generator alone. So the device's stream lives in a generator of its own, which Megatron seeds, forks, saves and restores
@@ -14,20 +14,23 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 device_generator = torch.Generator("cpu")
 """The present state of the device's random stream; what `torch.cuda.default_generators` presents."""
 
 DEVICE_DRAWS: frozenset[Callable] = frozenset(
     {
-        F.dropout,
-        F.alpha_dropout,
-        F.dropout1d,
-        F.dropout2d,
-        F.dropout3d,
-        F.feature_alpha_dropout,
-        F.scaled_dot_product_attention,
+        functional.dropout,
+        functional.alpha_dropout,
+        functional.dropout1d,
+        functional.dropout2d,
+        functional.dropout3d,
+        functional.feature_alpha_dropout,
+        functional.gumbel_softmax,
+        functional.multi_head_attention_forward,
+        functional.rrelu,
+        functional.scaled_dot_product_attention,
         torch.dropout,
         torch.dropout_,
         torch.native_dropout,

@@ -97,19 +97,20 @@ def _validate_loss(loss: torch.Tensor) -> None:
         )
 
 
-def loss_function(loss_mask: torch.Tensor, token_losses: torch.Tensor) -> LossOutput:
+def loss_function(loss_mask: torch.Tensor | None, token_losses: torch.Tensor) -> LossOutput:
     """Sum the losses of the tokens that count.
 
     Megatron divides by the number of tokens and averages over microbatches and data-parallel ranks.
 
     Args:
-        loss_mask: (batch, sequence), 1 where the token counts.
+        loss_mask: (batch, sequence), 1 where the token counts; None on the stages that compute no loss.
         token_losses: (batch, sequence), cross entropy per token, nats.
 
     Returns:
         The sum over tokens, their number (int), and for the log `lm loss`: the pair (sum, number), which Megatron adds
         up over the global batch before it divides.
     """
+    assert loss_mask is not None, "only the last pipeline stage computes the loss"
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(token_losses.reshape(-1).float() * mask)
     _validate_loss(loss)

@@ -190,7 +190,7 @@ def _count_failures(part: _Due, retried: Tensor, failed: Tensor) -> None:
         slot = int(part.slots[index])
         name = f"{'left' if part.side == 0 else 'right'} root of {part.state.names[slot]}"
         if not failed[index]:
-            logger.warning("%s failed in %s and was computed in float64", name, part.factor.dtype)
+            logger.warning("%s failed at first and was computed again in float64", name)
             continue
         in_a_row = int(failures[slot, part.side])
         logger.warning("%s failed in float64 as well: the previous root stays (%d in a row)", name, in_a_row)

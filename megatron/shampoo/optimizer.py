@@ -77,8 +77,8 @@ class Shampoo(torch.optim.Optimizer):
 
         Collective: every rank of the placement's group, if there is one.
         """
+        self._is_built = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _check_defaults(defaults)
         groups = list(params)
         if placement is None:
             super().__init__(groups, defaults)
@@ -87,6 +87,8 @@ class Shampoo(torch.optim.Optimizer):
             super().__init__([{**group, "params": []} for group in groups], defaults)
             for mine, given in zip(self.param_groups, groups, strict=True):
                 mine["params"] = list(given["params"])
+        for group in self.param_groups:
+            _check_group(group)
         self.config = config or ShampooConfig()
         self._alone = placement is None
         self.placement = placement or place_alone(self.param_groups, self.config.tp_alignment)
@@ -98,9 +100,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def _build(self) -> None:
         place = self.placement
-        held = [shard for shard in place.shards if shard is not None]
-        double = bool(held) and all(shard.dtype == torch.float64 for shard in held)
-        self._dtype = torch.float64 if double else torch.float32
+        self._dtype = place.dtype
         self.schedule = make_schedule(self.plan, place.rank)
         self.states = [StackState(stack, self.plan, place.device, self._dtype) for stack in self.schedule.stacks]
         self._slots = [
@@ -119,6 +119,17 @@ class Shampoo(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.init_state(parameter)
+        self._is_built = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, but only at construction: the plan of blocks is made once.
+
+        Raises:
+            NotImplementedError: called later.
+        """
+        if getattr(self, "_is_built", False):
+            raise NotImplementedError("add_param_group after construction: give Shampoo all parameters when it is made")
+        super().add_param_group(param_group)
 
     @property
     def bytes_sent(self) -> int:
@@ -298,6 +309,8 @@ class Shampoo(torch.optim.Optimizer):
         self, number: int, state: StackState, active: Tensor, gradients: Sequence[Tensor | None], inbox: Inbox
     ) -> None:
         gradient = self._collect(number, state, gradients, inbox.payloads[0])
+        # A gradient that is not finite must not reach a moving average, which would keep it for ever.
+        gradient.masked_fill_(~gradient.sum((-2, -1), keepdim=True).isfinite(), 0.0)
         if active.numel() == len(state.stack.blocks):
             update_factors_(state.left, state.right, gradient, self.config.factor_beta)
         else:
@@ -377,17 +390,32 @@ class Shampoo(torch.optim.Optimizer):
         if self._alone and "blocks" not in state_dict:
             raise ValueError("the state has no 'blocks': it is not one of Shampoo, and its factors cannot be guessed")
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "blocks"})
+        self._restore_precision(state_dict)
         if self._alone:
             self.load_block_state_dict(state_dict["blocks"])
 
 
-def _check_defaults(defaults: dict[str, Any]) -> None:
+    def _restore_precision(self, state_dict: dict[str, Any]) -> None:
+        """Moments of preconditioned parameters as they were saved: torch casts them to the parameters' dtype."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            saved, state = state_dict["state"].get(key, {}), self.state[parameter]
+            if not self.is_preconditioned(parameter) or parameter.dtype == self._dtype:
+                continue
+            for name in ADAM_STATE[1:]:
+                if isinstance(saved.get(name), Tensor):
+                    state[name] = saved[name].to(device=parameter.device, dtype=self._dtype, copy=True)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    betas = group["betas"]
     allowed = {
-        "lr": (defaults["lr"] >= 0, "a number >= 0"),
-        "betas": (all(0.0 <= beta < 1.0 for beta in defaults["betas"]), "two numbers in [0, 1)"),
-        "eps": (defaults["eps"] >= 0, "a number >= 0"),
-        "weight_decay": (defaults["weight_decay"] >= 0, "a number >= 0"),
+        "lr": (group["lr"] >= 0, "a number >= 0"),
+        "betas": (len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas), "two numbers in [0, 1)"),
+        "eps": (group["eps"] >= 0, "a number >= 0"),
+        "weight_decay": (group["weight_decay"] >= 0, "a number >= 0"),
     }
     for name, (holds, text) in allowed.items():
         if not holds:
-            raise ValueError(f"{name} {defaults[name]}: allowed is {text}")
+            raise ValueError(f"{name} {group[name]}: allowed is {text}")

@@ -24,6 +24,8 @@ class Placement:
     """The data-parallel group that shares the parameters; None for one process."""
     tp_alignment: int
     device: torch.device
+    dtype: torch.dtype = torch.float32
+    """Of factors, moments and messages; the same on every rank of the group, also on those that hold nothing."""
 
     @property
     def num_ranks(self) -> int:
@@ -57,8 +59,15 @@ def place_alone(groups: Sequence[dict], tp_alignment: int | None) -> Placement:
         parameters.append(
             MatrixParameter(name=f"parameter {index}", shape=shape, parts=(Part(name="weight", global_shape=shape),))
         )
-    device = tensors[0].device if tensors else torch.device("cpu")
-    return Placement(parameters=tuple(parameters), shards=tuple(tensors), group=None, tp_alignment=1, device=device)
+    double = bool(tensors) and all(tensor.dtype == torch.float64 for tensor in tensors)
+    return Placement(
+        parameters=tuple(parameters),
+        shards=tuple(tensors),
+        group=None,
+        tp_alignment=1,
+        device=tensors[0].device if tensors else torch.device("cpu"),
+        dtype=torch.float64 if double else torch.float32,
+    )
 
 
 def _matrices(groups: Sequence[dict]) -> Iterable[Tensor]:

@@ -8,6 +8,8 @@ decoupled weight decay. Damping is relative to the largest eigenvalue.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 
@@ -100,7 +102,7 @@ class BlockedShampoo64:
     def _cuts(length: int, block_size: int) -> list[tuple[int, int]]:
         pieces = -(-length // block_size)
         ends = [length * i // pieces for i in range(pieces + 1)]
-        return list(zip(ends[:-1], ends[1:], strict=True))
+        return list(itertools.pairwise(ends))
 
     @property
     def W(self) -> np.ndarray:  # noqa: N802

@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 import torch
-
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
 from megatron.data_tools import dataset_files
 from megatron.data_tools.dataset_files import DatasetWriter, read_index, token_counts, token_dtype, unigram_entropy
 from megatron.data_tools.errors import DataError

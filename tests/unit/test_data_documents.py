@@ -50,7 +50,11 @@ def test_a_plain_text_file_is_one_document(tmp_path):
 
 @pytest.mark.parametrize(
     ("separator", "expected"),
-    [("<end>", [(1, "a\n\nb\n"), (5, "c\n")]), ("", [(1, "a\n"), (3, "b\n<end>\nc\n")]), ("none", [(1, "a\n\nb\n<end>\nc\n")])],
+    [
+        ("<end>", [(1, "a\n\nb\n"), (5, "c\n")]),
+        ("", [(1, "a\n"), (3, "b\n<end>\nc\n")]),
+        ("none", [(1, "a\n\nb\n<end>\nc\n")]),
+    ],
 )
 def test_a_separator_line_ends_a_document(tmp_path, separator, expected):
     (tmp_path / "a.txt").write_text("a\n\nb\n<end>\nc\n")

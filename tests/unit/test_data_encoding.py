@@ -117,7 +117,9 @@ def test_keys_become_datasets_of_their_own(tmp_path):
 def test_input_without_any_token_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["", ""])
     options = PreprocessOptions(inputs=[str(path)], output_prefix=str(tmp_path / "out" / "a"), workers=1)
-    with pytest.raises(DataError, match=r"no document of .*a\.jsonl has a token under key 'text' \(2 empty documents\)"):
+    with pytest.raises(
+        DataError, match=r"no document of .*a\.jsonl has a token under key 'text' \(2 empty documents\)"
+    ):
         preprocess(options, Letters())
     assert files_in(tmp_path / "out") == set()
 

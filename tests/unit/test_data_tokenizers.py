@@ -3,8 +3,8 @@
 import json
 
 import pytest
-
 from megatron.core.tokenizers.utils.build_tokenizer import SUPPORTED_TOKENIZERS, build_tokenizer
+
 from megatron.data_tools.errors import DataError
 from megatron.data_tools.seams import mend_gpt2_bpe_tokenizer
 from megatron.data_tools.tokenizer_files import (
@@ -60,7 +60,9 @@ def test_ids_and_sizes_equal_those_of_training(flags):
     mend_gpt2_bpe_tokenizer()
     ours, theirs = build(flags), build_tokenizer(flags)
     assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod)
-    texts = ["0 5 126", "7"] if flags.tokenizer_type == "NullTokenizer" else [EXCERPT, *AWKWARD_TEXTS, "a<|endoftext|>b"]
+    texts = (
+        ["0 5 126", "7"] if flags.tokenizer_type == "NullTokenizer" else [EXCERPT, *AWKWARD_TEXTS, "a<|endoftext|>b"]
+    )
     for text in texts:
         assert list(ours.encode(text)) == list(theirs.tokenize(text))
 
@@ -134,7 +136,9 @@ def test_megatron_needs_the_seam_to_build_gpt2_from_files(folder):
     assert MegatronHFTokenizer.__init__ is mended
     bare = MegatronHFTokenizer.__new__(MegatronHFTokenizer)
     with pytest.raises((ValueError, OSError), match="gpt2"):
-        mended.__wrapped__(bare, "GPT2BPETokenizer", str(folder / "files" / "vocab.json"), str(folder / "files" / "merges.txt"))
+        mended.__wrapped__(
+            bare, "GPT2BPETokenizer", str(folder / "files" / "vocab.json"), str(folder / "files" / "merges.txt")
+        )
 
 
 @pytest.mark.parametrize("missing", ["vocab_file", "merge_file"])
@@ -179,8 +183,8 @@ def test_tokenizers_without_an_end_of_document_say_so(folder, tmp_path):
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([EXCERPT]), model_prefix=str(tmp_path / "no_eos"), vocab_size=30, eos_id=-1, minloglevel=2,
-        model_type="char", hard_vocab_limit=False,
+        sentence_iterator=iter([EXCERPT]), model_prefix=str(tmp_path / "no_eos"), vocab_size=30, eos_id=-1,
+        model_type="char", hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
     assert SentencePieceTokenizer(str(tmp_path / "no_eos.model")).eod is None
     path = write_byte_tokenizer(tmp_path / "no_eos")

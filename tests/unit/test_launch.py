@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,54 +13,7 @@ from tests.launch import Launcher
 from tests.recorder import gather_parameters, join_slices
 from tests.tiny import Layout, tiny_gpt, tiny_llama
 
-HERE = "tests.unit.test_launch"
-
-
-def fail_on_rank_one() -> None:
-    """Setup: rank 1 fails, rank 0 would go on for ever."""
-    if os.environ["RANK"] == "1":
-        raise RuntimeError("planted failure")
-    time.sleep(600)
-
-
-def start_a_child_and_hang() -> None:
-    """Setup: print the pid of a child process that outlives its parent, then hang."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print("child", child.pid, flush=True)
-    time.sleep(600)
-
-
-def leave_a_child() -> None:
-    """Setup: print the pid of a child process that nobody waits for, and exit successfully."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print("child", child.pid, flush=True)
-    sys.exit(0)
-
-
-def exit_with_message() -> None:
-    """Setup: exit as a refused command line does."""
-    sys.exit("no such flag")
-
-
-def report_environment() -> None:
-    """Setup: print what torchrun would have set, and exit."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ADDED", "PATH")
-    print("environment", [os.environ.get(name) for name in names], sys.argv[1:], flush=True)
-    sys.exit(0)
-
-
-def count_steps() -> dict[str, int]:
-    """Setup: count calls of ``train_step`` in the dict that goes back with the record."""
-    from megatron.training import training
-
-    counted, original = {"steps": 0}, training.train_step
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        counted["steps"] += 1
-        return original(*args, **kwargs)
-
-    training.train_step = counting
-    return counted
+SETUPS = "tests.launch_setups"
 
 
 def is_alive(pid: int) -> bool:
@@ -84,7 +32,7 @@ def child_pid(output: str) -> int:
 
 
 def test_records_agree_with_megatrons_log(launcher: Launcher) -> None:
-    result = launcher.run(tiny_gpt(iters=3) + Layout(dp=2).flags, world_size=2, setup=f"{HERE}:count_steps").check()
+    result = launcher.run(tiny_gpt(iters=3) + Layout(dp=2).flags, world_size=2, setup=f"{SETUPS}:count_steps").check()
     assert [record["iterations"] for record in result.records] == [[1, 2, 3]] * 2
     assert [record["setup"] for record in result.records] == [{"steps": 3}] * 2
     assert result.records[0]["losses"] == result.records[1]["losses"] == result.losses
@@ -120,19 +68,19 @@ def test_checkpoint_is_saved_and_resumed(launcher: Launcher, tmp_path: Path) -> 
 
 
 def test_failing_rank_is_named_with_its_last_lines_and_stops_the_others(launcher: Launcher) -> None:
-    result = launcher.run(tiny_gpt(), world_size=2, setup=f"{HERE}:fail_on_rank_one", timeout=100)
+    result = launcher.run(tiny_gpt(), world_size=2, setup=f"{SETUPS}:fail_on_rank_one", timeout=100)
     assert result.first_failed == 1 and result.returncodes == [-9, 1] and not result.timed_out
     with pytest.raises(AssertionError, match=r"rank 1 failed(.|\n)*planted failure"):
         result.check()
 
 
 def test_message_of_a_refusal_is_in_the_log(launcher: Launcher) -> None:
-    result = launcher.run(tiny_gpt(), setup=f"{HERE}:exit_with_message")
+    result = launcher.run(tiny_gpt(), setup=f"{SETUPS}:exit_with_message")
     assert result.returncodes == [1] and result.output == "no such flag\n"
 
 
 def test_timeout_kills_ranks_and_their_children(launcher: Launcher) -> None:
-    result = launcher.run(tiny_gpt(), world_size=2, setup=f"{HERE}:start_a_child_and_hang", timeout=4)
+    result = launcher.run(tiny_gpt(), world_size=2, setup=f"{SETUPS}:start_a_child_and_hang", timeout=4)
     assert result.timed_out and result.returncodes == [-9, -9]
     with pytest.raises(AssertionError, match="timed out"):
         result.check()
@@ -140,13 +88,13 @@ def test_timeout_kills_ranks_and_their_children(launcher: Launcher) -> None:
 
 
 def test_children_left_behind_are_killed(launcher: Launcher) -> None:
-    result = launcher.run(tiny_gpt(), setup=f"{HERE}:leave_a_child").check()
+    result = launcher.run(tiny_gpt(), setup=f"{SETUPS}:leave_a_child").check()
     assert not is_alive(child_pid(result.output))
 
 
 def test_environment_is_torchruns_with_the_callers_changes(launcher: Launcher) -> None:
     env = {"ADDED": "yes", "PATH": None}
-    result = launcher.run(["--flag", 1], world_size=2, setup=f"{HERE}:report_environment", env=env).check()
+    result = launcher.run(["--flag", 1], world_size=2, setup=f"{SETUPS}:report_environment", env=env).check()
     expected = [f"environment ['{rank}', '{rank}', '2', '2', 'yes', None] ['--flag', '1']\n" for rank in (0, 1)]
     assert [log.read_text() for log in result.logs] == expected
 

@@ -66,7 +66,11 @@ def compare(
         optimizer.step()
         for weight, oracle in zip(weights, oracles, strict=True):
             np.testing.assert_allclose(
-                weight.detach().numpy(), oracle.W, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], err_msg=f"step {step + 1}"
+                weight.detach().numpy(),
+                oracle.W,
+                rtol=TOLERANCE[dtype],
+                atol=TOLERANCE[dtype],
+                err_msg=f"step {step + 1}",
             )
     assert optimizer.num_root_computations == 2 * sum(
         block.num_refreshes for oracle in oracles for block in oracle.blocks
@@ -78,8 +82,12 @@ def compare(
     ("grafting", "refresh_interval", "start_step"), list(itertools.product(["adam", "sgd", "none"], [1, 5], [1, 4]))
 )
 def test_matches_the_oracle(dtype: torch.dtype, grafting: str, refresh_interval: int, start_step: int) -> None:
-    # Without grafting the step is U itself, whose size follows the roots: float32 needs damping to be near 1e-6.
     epsilon = 1e-4 if grafting == "none" else 1e-6
+    if dtype is torch.float32 and start_step == 1 and refresh_interval > 1:
+        # The roots of step 1 come from a singular factor and meet the momentum of later steps, which lies in its null
+        # space too. There float32 leaves eigenvalues of 1e-7 of the largest, where exact arithmetic has none: the
+        # root is right to 1e-7 / (4 epsilon), so 1e-6 in the weights needs damping well above that noise.
+        epsilon = 1e-3
     compare(
         [(12, 7), (5, 9)],
         dtype,

@@ -7,20 +7,26 @@ from collections.abc import Iterator
 
 import torch
 
+_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+_FULL = "ieee"
+
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
     """Run float32 matrix products at full precision inside the block, then restore the user's setting.
 
     A TF32 product in a factor update rotates the eigenbasis by tens of degrees after a gradient spike
-    (Source: Emerging-Optimizers' precision notes, its pull request 218).
+    (Source: Emerging-Optimizers' precision notes, its pull request 218). Read and written through the settings per
+    backend: `torch.get_float32_matmul_precision` raises where the user has used those (torch 2.9).
     """
-    before = torch.get_float32_matmul_precision()
-    if before == "highest":
+    before = [backend.fp32_precision for backend in _BACKENDS]
+    if before == [_FULL] * len(_BACKENDS):
         yield
         return
-    torch.set_float32_matmul_precision("highest")
+    for backend in _BACKENDS:
+        backend.fp32_precision = _FULL
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(_BACKENDS, before, strict=True):
+            backend.fp32_precision = precision

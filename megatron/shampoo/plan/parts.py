@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +86,21 @@ class MatrixParameter:
         Raises:
             ValueError: the parts' rows do not cover the local rows exactly once, or have other columns.
         """
-        rows = sorted(
-            row
-            for part in self.parts
-            for first, count in part.row_runs(0, part.local_shape[0])
-            for row in (first, first + count)
-        )
-        # Runs that tile [0, rows) touch: every inner border is one run's end and the next one's start.
-        tiles = rows[0] == 0 and rows[-1] == self.shape[0] and rows[1:-1:2] == rows[2:-1:2]
+        if len({span.rank for span in self.spans}) < len(self.spans):
+            raise ValueError(f"parameter {self.name}: a rank holds more than one span: {self.spans}")
+        runs = [run for part in self.parts for run in part.row_runs(0, part.local_shape[0])]
+        tiles = _tile(((first, first + count) for first, count in runs), self.shape[0])
         if not tiles or any(part.local_shape[1] != self.shape[1] for part in self.parts):
             described = ", ".join(f"{part.name} {part.local_shape}" for part in self.parts)
             raise ValueError(f"parameter {self.name} of local shape {self.shape} is not tiled by its parts: {described}")
-        borders = [border for span in self.spans for border in (span.start, span.stop)]
-        whole = [0, self.shape[0] * self.shape[1]]
-        if self.spans and (borders[::len(borders) - 1] != whole or borders[1:-1:2] != borders[2:-1:2]):
-            raise ValueError(f"parameter {self.name} of {whole[1]} elements is not tiled by its spans: {self.spans}")
+        numel = self.shape[0] * self.shape[1]
+        if self.spans and not _tile(((span.start, span.stop) for span in self.spans), numel):
+            raise ValueError(f"parameter {self.name} of {numel} elements is not tiled by its spans: {self.spans}")
+
+
+def _tile(ranges: Iterable[tuple[int, int]], length: int) -> bool:
+    """Whether the ranges (start, stop) cover 0..length exactly once."""
+    ordered = sorted(ranges)
+    starts = [start for start, _ in ordered] + [length]
+    stops = [0] + [stop for _, stop in ordered]
+    return starts == stops and all(start < stop for start, stop in ordered)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.shampoo.mcore.arguments import add_arguments, config_of, is_ours, shown_arguments
+from megatron.shampoo.mcore.seams.registry import Seam
 
 
 def wrap_add_megatron_arguments(original: Callable) -> Callable:
@@ -112,3 +113,71 @@ def wrap_load_state_dict(original: Callable) -> Callable:
         return original(self, state_dict)
 
     return load_state_dict
+
+
+def _wanted() -> bool:
+    """These seams add what Megatron does not have; no version of it makes them needless."""
+    return True
+
+
+def _seam(name: str, target: str, reason: str, replace: Callable) -> Seam:
+    return Seam(name=name, target=target, reason=reason, probe=_wanted, replace=replace)
+
+
+_CHAIN = "megatron.core.optimizer.optimizer.ChainedOptimizer"
+_STATE_HOLDERS = (
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+    "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params",
+    "megatron.core.optimizer.optimizer.FP32Optimizer",
+)
+
+SEAMS = (
+    _seam(
+        "optimizer_flag",
+        "megatron.training.arguments.add_megatron_arguments",
+        "the choices of --optimizer are a fixed list, also where in-process restart parses a second time",
+        wrap_add_megatron_arguments,
+    ),
+    _seam(
+        "shown_arguments",
+        "megatron.training.arguments._print_args",
+        "the printed arguments would show the optimizer that stands for ours",
+        wrap_print_args,
+    ),
+    _seam(
+        "inner_optimizer",
+        "megatron.training.training.get_megatron_optimizer",
+        "Megatron's registry of optimizers excludes its distributed optimizer",
+        wrap_get_megatron_optimizer,
+    ),
+    _seam(
+        "remembered_grad_norm",
+        f"{_CHAIN}.get_grad_norm",
+        "the norm is a local variable of step, and the guard below must not compute it twice",
+        wrap_get_grad_norm,
+    ),
+    _seam(
+        "guarded_step",
+        f"{_CHAIN}.step_with_ready_grads",
+        "without fp16's loss scaler Megatron steps on gradients that are not finite",
+        wrap_step_with_ready_grads,
+    ),
+    *(
+        _seam(
+            f"saved_blocks_{holder.rpartition('.')[2]}",
+            f"{holder}.sharded_state_dict",
+            "Megatron saves tensors of the parameters' shapes only",
+            wrap_sharded_state_dict,
+        )
+        for holder in _STATE_HOLDERS
+    ),
+    *(
+        _seam(
+            f"loaded_blocks_{holder.rpartition('.')[2]}",
+            f"{holder}.load_state_dict",
+            "Megatron loads tensors of the parameters' shapes only",
+            wrap_load_state_dict,
+        )
+        for holder in _STATE_HOLDERS
+    ),
+)

@@ -1,0 +1,108 @@
+"""Checkpoints of Shampoo: bit for bit on the layout that saved them, refused by name elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import Launcher, RunResult
+from tests.tiny import Layout, tiny_gpt, tiny_llama
+
+SHAMPOO = [
+    "--optimizer", "shampoo", "--shampoo-block-size", "32", "--shampoo-refresh-interval", "4", "--shampoo-start-step",
+    "2", "--dataloader-type", "single",
+]  # fmt: skip
+SAVED, LAST = 3, 7
+RUNS = {
+    "DP2 distributed": (tiny_gpt(iters=LAST), Layout(dp=2), []),
+    "DP2 fully reshardable, overlap": (
+        tiny_gpt(iters=LAST), Layout(dp=2), ["--dist-ckpt-optim-fully-reshardable", "--overlap-grad-reduce",
+                                             "--overlap-param-gather"],
+    ),
+    "TP2 replicated bf16": (tiny_llama(iters=LAST), Layout(tp=2, distributed=False), ["--bf16"]),
+    "PP2 fp16": (tiny_gpt(iters=LAST), Layout(pp=2), ["--fp16", "--initial-loss-scale", "1024"]),
+    "one rank, dropout": (
+        tiny_gpt(iters=LAST), Layout(distributed=False), ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
+    ),
+}  # fmt: skip
+
+
+class Run:
+    """A run that saves at iteration `SAVED` and goes on to `LAST`."""
+
+    def __init__(self, launcher: Launcher, folder: Path, name: str) -> None:
+        model, self.layout, extra = RUNS[name]
+        self.launcher, self.folder = launcher, folder
+        self.flags = [*model, *SHAMPOO, *extra]
+        self.unbroken = self._train(["--save", folder, "--save-interval", SAVED]).check()
+
+    def _train(self, flags: list, layout: Layout | None = None, setup: str | None = None) -> RunResult:
+        layout = layout or self.layout
+        return self.launcher.run(
+            [*self.flags, *layout.flags, *flags], world_size=layout.world_size, record=["parameters"], setup=setup
+        )
+
+    def resume(self, *flags: str, layout: Layout | None = None, setup: str | None = None) -> RunResult:
+        return self._train(["--load", self.folder, "--ckpt-step", SAVED, *flags], layout, setup)
+
+    def is_continued_by(self, resumed: RunResult) -> bool:
+        parameters, expected = resumed.parameters(), self.unbroken.parameters()
+        assert resumed.records[-1]["iterations"] == list(range(SAVED + 1, LAST + 1))
+        return (
+            resumed.losses == self.unbroken.losses[SAVED:]
+            and resumed.grad_norms == self.unbroken.grad_norms[SAVED:]
+            and all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
+        )
+
+
+@pytest.fixture(scope="module")
+def distributed(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(launcher, tmp_path_factory.mktemp("checkpoint"), "DP2 distributed")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resume_is_bit_for_bit(launcher: Launcher, tmp_path: Path, name: str) -> None:
+    run = Run(launcher, tmp_path, name)
+    assert run.is_continued_by(run.resume().check())
+
+
+def forget_factors() -> None:
+    """Negative control: a resumed rank keeps its fresh factors."""
+    from megatron.shampoo.mcore import checkpoint
+
+    checkpoint.load_blocks = lambda optimizer, loaded: None
+
+
+def test_without_its_factors_a_resume_differs(distributed: Run) -> None:
+    resumed = distributed.resume(setup="tests.integration.test_shampoo_resume:forget_factors").check()
+    assert not distributed.is_continued_by(resumed)
+
+
+REFUSED = {
+    "another data-parallel size": (Layout(dp=4), [], "world_size 2 -> 4"),
+    "another tensor-parallel size": (Layout(tp=2), [], "tensor_model_parallel_size 1 -> 2"),
+    "another kind of optimizer": (Layout(dp=2, distributed=False), [], "use_distributed_optimizer True -> False"),
+    "other blocks": (Layout(dp=2), ["--shampoo-block-size", "64"], "--shampoo-block-size 64"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_resume_is_refused_by_name(distributed: Run, case: str) -> None:
+    layout, flags, message = REFUSED[case]
+    resumed = distributed.resume(*flags, layout=layout)
+    assert all(resumed.returncodes) and message in resumed.output and "--no-load-optim" in resumed.output
+    assert "Traceback" not in resumed.output
+
+
+def test_weights_alone_load_on_another_layout(distributed: Run) -> None:
+    resumed = distributed.resume("--no-load-optim", "--no-load-rng", layout=Layout(tp=2, dp=2)).check()
+    assert resumed.losses[0] == pytest.approx(distributed.unbroken.losses[SAVED], rel=1e-5)
+
+
+def test_adam_s_state_is_not_taken_for_shampoo_s(launcher: Launcher, tmp_path: Path) -> None:
+    flags = [*tiny_gpt(iters=2), *Layout(dp=2).flags]
+    launcher.run([*flags, "--save", tmp_path, "--save-interval", "1"], world_size=2).check()
+    resumed = launcher.run([*flags, "--load", tmp_path, "--optimizer", "shampoo"], world_size=2)
+    assert all(resumed.returncodes) and "was saved with --optimizer adam" in resumed.output

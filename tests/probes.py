@@ -1,0 +1,149 @@
+"""Setups for `tests.launch` that watch the optimizer inside a real run, or break it on purpose."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "send", "recv",
+)  # fmt: skip
+
+
+def count() -> dict[str, Any]:
+    """Count what the optimizer does: collectives inside its steps, blocks, root computations, bytes.
+
+    Returns:
+        Filled during the run: `collectives` [[name, ranks of the group, bytes]], one entry for each call inside a step;
+        `optimizers` [{...}], the figures of each inner optimizer after its last step.
+    """
+    from megatron.shampoo.optimizer import Shampoo
+
+    seen: dict[str, Any] = {"collectives": [], "optimizers": {}, "steps": 0}
+    inside = [False]
+    _wrap_collectives(lambda *call: seen["collectives"].append(list(call)) if inside[0] else None)
+    original = Shampoo.step
+
+    @functools.wraps(original)
+    def step(self: Shampoo, closure: Any = None) -> Any:
+        inside[0] = True
+        try:
+            return original(self, closure)
+        finally:
+            inside[0] = False
+            seen["steps"] += 1
+            seen["optimizers"][str(len(self.plan.parameters))] = _figures(self)
+
+    Shampoo.step = step  # type: ignore[method-assign]
+    return seen
+
+
+def _figures(optimizer: Any) -> dict[str, Any]:
+    plan = optimizer.plan
+    return {
+        "parameters": [parameter.name for parameter in plan.parameters],
+        "blocks": len(plan.blocks),
+        "owned": sum(len(stack.blocks) for stack in optimizer.schedule.stacks),
+        "cut": sum(plan.is_cut(index) for index in range(len(plan.blocks))),
+        "roots": optimizer.num_root_computations,
+        "planned_bytes": optimizer.planned_bytes,
+        "bytes_sent": optimizer.bytes_sent,
+        "grid": sorted([plan.name_of(i), list(block.shape), block.ordinal] for i, block in enumerate(plan.blocks)),
+    }
+
+
+def _wrap_collectives(report: Callable[[str, list[int], int], None]) -> None:
+    import torch.distributed as dist
+
+    def wrapped(name: str, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+            ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+            # The second tensor is what is sent by the calls that we use: (output, input, ...).
+            tensors = [argument for argument in args if hasattr(argument, "element_size")]
+            numel = tensors[-1].numel() * tensors[-1].element_size() if tensors else 0
+            report(name, ranks, numel)
+            return original(*args, **kwargs)
+
+        return collective
+
+    for name in COLLECTIVES:
+        setattr(dist, name, wrapped(name, getattr(dist, name)))
+
+
+def drop_fragment() -> None:
+    """Negative control: the first fragment that a rank sends to an owner arrives as zeros."""
+    from megatron.shampoo.collective.exchange import BlockExchange
+
+    original = BlockExchange._packed
+
+    def packed(self: Any, sources: Any) -> Any:
+        flat = original(self, sources)
+        if self.schedule.sends:
+            flat[: self.schedule.sends[0].fragments[0].numel] = 0
+        return flat
+
+    BlockExchange._packed = packed  # type: ignore[method-assign]
+
+
+def spoil_gradient() -> dict[str, Any]:
+    """At the third step, one element of one gradient on the last rank is NaN.
+
+    Returns:
+        Filled during the run: `unchanged` [bool], for the third step whether every state and parameter of this rank
+        was bit for bit the same before and after.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.shampoo.mcore.build import shampoo_of
+
+    seen: dict[str, Any] = {"calls": 0, "unchanged": []}
+    prepare, step = ChainedOptimizer.prepare_grads, ChainedOptimizer.step
+
+    def spoiled(self: Any) -> bool:
+        found_inf = prepare(self)
+        seen["calls"] += 1
+        if seen["calls"] == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            optimizer = shampoo_of(self)[0]
+            held = [shard for shard in optimizer.placement.shards if shard is not None]
+            held[0].grad.view(-1)[0] = torch.nan
+        return found_inf
+
+    def watched(self: Any) -> Any:
+        before = _snapshot(shampoo_of(self))
+        result = step(self)
+        if seen["calls"] == 3:
+            after = _snapshot(shampoo_of(self))
+            seen["unchanged"].append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        return result
+
+    ChainedOptimizer.prepare_grads = spoiled  # type: ignore[method-assign]
+    ChainedOptimizer.step = watched  # type: ignore[method-assign]
+    return seen
+
+
+def _snapshot(optimizers: list[Any]) -> list[Any]:
+    tensors = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                tensors += [parameter.detach().clone()]
+                tensors += [value.clone() for value in optimizer.state[parameter].values()]
+        tensors += [tensor.clone() for state in optimizer.states for tensor in state.state_dict().values()]
+    return tensors
+
+
+def fail_solver() -> None:
+    """Every eigendecomposition raises."""
+    import torch
+
+    def eigh(*args: Any, **kwargs: Any) -> Any:
+        raise torch.linalg.LinAlgError("planted failure")
+
+    torch.linalg.eigh = eigh

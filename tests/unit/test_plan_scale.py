@@ -1,0 +1,177 @@
+"""Plans at the size of real runs, and what a plan refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from megatron.shampoo.config import ShampooConfig
+from megatron.shampoo.plan.copies import StridedCopy, merge
+from megatron.shampoo.plan.grid import check_alignment
+from megatron.shampoo.plan.parts import MatrixParameter, Part, Span
+from megatron.shampoo.plan.plan import Plan, make_plan
+from megatron.shampoo.plan.schedule import make_schedule
+
+LAYERS, HIDDEN = 24, 1024
+SHAPES = {
+    "qkv": (3 * HIDDEN, HIDDEN),
+    "proj": (HIDDEN, HIDDEN),
+    "fc1": (4 * HIDDEN, HIDDEN),
+    "fc2": (HIDDEN, 4 * HIDDEN),
+}
+
+
+def gpt(num_ranks: int, sharded: bool) -> list[MatrixParameter]:
+    """The matrices of a 24-layer GPT; with `sharded` one flat buffer of them is cut into equal shards."""
+    shapes = [(f"layers.{layer}.{name}", layer, shape) for layer in range(LAYERS) for name, shape in SHAPES.items()]
+    shard = -(-sum(rows * columns for _, _, (rows, columns) in shapes) // num_ranks)
+    parameters, start = [], 0
+    for name, layer, shape in shapes:
+        stop = start + shape[0] * shape[1]
+        spans = []
+        for rank in range(start // shard, -(-stop // shard)):
+            low, high = max(start, rank * shard), min(stop, (rank + 1) * shard)
+            spans.append(Span(rank, low - start, high - start))
+        part = Part(name="weight", global_shape=shape)
+        parameters.append(
+            MatrixParameter(name=name, shape=shape, parts=(part,), spans=tuple(spans) if sharded else (), unit=layer)
+        )
+        start = stop
+    return parameters
+
+
+def plan_gpt(num_ranks: int, block_size: int, sharded: bool = True) -> Plan:
+    return make_plan(gpt(num_ranks, sharded), num_ranks, ShampooConfig(block_size=block_size), 1)
+
+
+def test_a_thousand_ranks_with_blocks_smaller_than_a_shard_are_balanced() -> None:
+    plan = plan_gpt(1024, 128)
+    assert sum(block.numel for block in plan.blocks) == LAYERS * 12 * HIDDEN**2
+    assert all(fragments for fragments in plan.fragments)
+    load = plan.load()
+    # 18 blocks of 128 x 128 to a shard. A shard border cuts a whole row of 8 or 32 blocks, and all of them go to the
+    # side that holds most: at worst one rank has 32.
+    assert max(load) <= 32 / 18 * sum(load) / len(load) + 1
+    assert len(plan.owners) == len(plan.blocks) == LAYERS * 12 * 64
+    assert max(plan.owners.count(rank) for rank in range(1024)) == 32
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_one_node_is_balanced(num_ranks: int, sharded: bool) -> None:
+    load = plan_gpt(num_ranks, 512, sharded).load()
+    assert max(load) <= 1.1 * sum(load) / len(load)
+
+
+def test_a_thousand_ranks_with_blocks_larger_than_a_shard_own_at_most_one() -> None:
+    plan = plan_gpt(1024, 1024)
+    assert len(plan.blocks) == LAYERS * 12
+    # A block of 2^20 elements covers at least two whole shards of 294,912, and one of these owns it.
+    assert max(plan.owners.count(rank) for rank in range(1024)) == 1
+    idle = next(rank for rank in range(1024) if rank not in plan.owners)
+    schedule = make_schedule(plan, idle)
+    assert schedule.stacks == schedule.receives == ()
+    assert len(schedule.sends) > 0
+
+
+def test_a_thousand_ranks_with_replicated_parameters_are_within_the_greedy_bound() -> None:
+    plan = plan_gpt(1024, 256, sharded=False)
+    load = plan.load()
+    assert len(plan.blocks) == LAYERS * 12 * 16
+    # 4,608 equal blocks: five to most ranks, where 4.5 is the mean.
+    assert max(load) / (sum(load) / len(load)) == pytest.approx(5 / 4.5)
+
+
+def test_copies_of_a_rank_are_few() -> None:
+    # One view for the blocks of a whole parameter, not one for each of its blocks.
+    schedule = make_schedule(plan_gpt(1, 128), 0)
+    assert len(schedule.stacks) == 1
+    assert len(schedule.stacks[0].blocks) == LAYERS * 12 * 64
+    assert len(schedule.local[0]) == len(SHAPES) * LAYERS
+
+
+def test_merge_joins_a_grid_of_blocks_into_one_copy() -> None:
+    # A 4 x 6 matrix in blocks of 2 x 3.
+    grid = [StridedCopy(0, 12 * i + 3 * j, 12 * i + 6 * j, (2, 3), (6, 1), (3, 1)) for i in range(2) for j in range(2)]
+    assert merge(grid) == [StridedCopy(0, 0, 0, (2, 2, 2, 3), (12, 3, 6, 1), (12, 6, 3, 1))]
+
+
+def whole(parts: tuple[Part, ...], rows: int, spans: tuple[Span, ...] = ()) -> MatrixParameter:
+    return MatrixParameter(name="layers.3.fc1", shape=(rows, 4), parts=parts, spans=spans)
+
+
+def part(rows: int, first: int, columns: int = 4) -> Part:
+    return Part(name=f"p{first}", global_shape=(rows, columns), first_row=first)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (part(3, 0),),
+        (part(5, 0),),
+        (part(2, 0), part(2, 1)),
+        (part(2, 0), part(1, 3)),
+        (part(2, 0), part(2, 0)),
+        (part(2, 0), part(1, 1), part(3, 1)),
+        (part(4, 0, columns=3),),
+        (),
+    ],
+    ids=["gap at the end", "too long", "overlap", "gap", "twice", "overlap that adds up", "columns", "none"],
+)
+def test_parts_that_do_not_tile_the_parameter_are_refused(parts: tuple[Part, ...]) -> None:
+    with pytest.raises(ValueError, match=r"layers\.3\.fc1 .* not tiled by its parts"):
+        whole(parts, rows=4)
+
+
+@pytest.mark.parametrize(
+    "borders",
+    [
+        [(0, 0, 8), (1, 9, 16)],
+        [(0, 0, 9), (1, 8, 16)],
+        [(0, 0, 15)],
+        [(0, 1, 16)],
+        [(1, 8, 16), (0, 0, 8)],
+        [(0, 0, 4), (1, 4, 8), (0, 8, 16)],
+    ],
+    ids=["gap", "overlap", "short", "late", "order", "a rank twice"],
+)
+def test_spans_that_do_not_tile_the_parameter_are_refused(borders: list[tuple[int, int, int]]) -> None:
+    with pytest.raises(ValueError, match=r"layers\.3\.fc1.* spans?: "):
+        whole((part(4, 0),), 4, tuple(Span(*border) for border in borders))
+
+
+def tensor_parallel(length: int, tp_size: int) -> MatrixParameter:
+    parts = (Part(name="weight", global_shape=(length, 4), tp_dim=0, tp_size=tp_size),)
+    return MatrixParameter(name="layers.3.fc1", shape=(length // tp_size, 4), parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "alignment", "message"),
+    [
+        (lambda: tensor_parallel(12, 4), 6, "--shampoo-tp-alignment 6 is not a multiple of the tensor-parallel size 4"),
+        (lambda: tensor_parallel(12, 2), 8, "--shampoo-tp-alignment 8 does not divide the 12 rows"),
+    ],
+)
+def test_alignment_that_cannot_be_met_is_refused_with_the_remedy(
+    parameter: Callable[[], MatrixParameter], alignment: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        make_plan([parameter()], 1, ShampooConfig(), alignment)
+    assert "layers.3.fc1" in str(error.value)
+
+
+def test_alignments_that_the_message_offers_work() -> None:
+    parameter = tensor_parallel(12, 2)
+    with pytest.raises(ValueError) as error:
+        check_alignment(parameter, 8)
+    offered = [int(number) for number in str(error.value).split("these work: ")[1].split(", ")]
+    assert offered == [2, 4, 6, 12]
+    for alignment in offered:
+        check_alignment(parameter, alignment)
+
+
+def test_sharded_and_replicated_parameters_do_not_mix() -> None:
+    with pytest.raises(ValueError, match="a plan holds one kind"):
+        make_plan([whole((part(4, 0),), 4, (Span(0, 0, 16),)), whole((part(4, 0),), 4)], 1, ShampooConfig(), 1)

@@ -13,9 +13,14 @@ help:  ## list the targets
 install: $(STAMP)  ## make .venv with the tested versions of everything (the other targets do it by themselves)
 	@echo "$(VENV) is ready."
 
-# A venv whose interpreter is gone or is another Python is made anew; one that an interrupted install left is finished.
+# The stamp holds the folder, since scripts in a venv name it: a checkout that was moved needs a new one, and so does a
+# venv whose interpreter is gone or is another Python. One that an interrupted install left is finished.
+ifneq ($(shell [ -x $(RUN) ] && cat $(STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
 $(STAMP): constraints.txt pyproject.toml setup.py .python-version
-	@if [ "$$($(RUN) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" != "$$(cat .python-version)" ]; then \
+	@if [ "$$($(RUN) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" != "$$(cat .python-version)" ] \
+	    || { [ -f $@ ] && [ "$$(cat $@)" != "$(CURDIR)" ]; }; then \
 	    python=$$(tools/find_python.sh $(if $(PYTHON),"$(PYTHON)")) || exit 1; \
 	    echo "Making $(VENV) with $$python"; \
 	    "$$python" -m venv --clear $(VENV) || exit 1; \
@@ -23,7 +28,7 @@ $(STAMP): constraints.txt pyproject.toml setup.py .python-version
 	@echo "Installing the versions in constraints.txt; the first time PyTorch makes this take some minutes."
 	@$(RUN) -m pip install --quiet --constraint constraints.txt setuptools
 	$(RUN) -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	@touch $@
+	@printf '%s\n' "$(CURDIR)" > $@
 
 demo: $(STAMP)  ## train a small GPT with Shampoo on 4 CPU processes, about 4 minutes (DEMO="--help" for options)
 	@$(RUN) tools/demo.py $(DEMO)

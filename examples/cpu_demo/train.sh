@@ -43,7 +43,7 @@ PARALLEL_ARGS=(
 
 OPTIMIZER_ARGS=(
     --optimizer shampoo
-    --lr 1e-2
+    --lr 5e-3
     --min-lr 1e-4
     --lr-decay-style cosine
     --lr-warmup-fraction 0.05

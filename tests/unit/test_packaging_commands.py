@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -88,9 +89,67 @@ def test_a_python_without_ensurepip_is_refused_with_the_remedy(tmp_path: Path) -
 
 def test_make_help_lists_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    (phony,) = re.findall(r"^\.PHONY: (.*help.*)$", makefile, re.MULTILINE)
     listed = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"^  make (\w+)", listed, re.MULTILINE)) == set(phony.split())
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout's build files, and the only Python there is: one that writes down what make asks of it."""
+    folder = tmp_path / "checkout"
+    (folder / "tools").mkdir(parents=True)
+    for name in (
+        "Makefile",
+        "constraints.txt",
+        "pyproject.toml",
+        "setup.py",
+        ".python-version",
+        "tools/find_python.sh",
+    ):
+        shutil.copy(ROOT / name, folder / name)
+    body = f"""
+    case "$1 $2" in
+        *version_info*) echo {WANTED} ;;
+        "-m venv") mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; echo venv >> {tmp_path}/asked ;;
+        "-m pip") echo pip >> {tmp_path}/asked; [ ! -e {tmp_path}/broken ] ;;
+    esac"""
+    write_script(tmp_path / "bin" / f"python{WANTED}", body)
+    return folder
+
+
+def make_install(checkout: Path) -> list[str]:
+    """What one `make install` asks of Python."""
+    asked = checkout.parent / "asked"
+    asked.write_text("")
+    environment = {"PATH": f"{checkout.parent / 'bin'}:/usr/bin:/bin", "HOME": str(checkout.parent)}
+    subprocess.run(["make", "install"], cwd=checkout, env=environment, capture_output=True)
+    return asked.read_text().split()
+
+
+def test_make_installs_once_and_again_only_when_the_versions_change(checkout: Path) -> None:
+    assert make_install(checkout) == ["venv", "pip", "pip"]
+    assert make_install(checkout) == []
+    later = (checkout / ".venv" / ".installed").stat().st_mtime + 10
+    os.utime(checkout / "constraints.txt", (later, later))
+    assert make_install(checkout) == ["pip", "pip"]
+
+
+def test_make_finishes_an_interrupted_install(checkout: Path) -> None:
+    (checkout.parent / "broken").touch()
+    assert make_install(checkout) == ["venv", "pip"]
+    (checkout.parent / "broken").unlink()
+    assert make_install(checkout) == ["pip", "pip"]
+    assert make_install(checkout) == []
+
+
+def test_make_builds_the_venv_anew_if_its_python_is_gone_or_the_checkout_was_moved(checkout: Path) -> None:
+    make_install(checkout)
+    (checkout / ".venv" / "bin" / "python").unlink()
+    assert make_install(checkout) == ["venv", "pip", "pip"]
+    moved = checkout.rename(checkout.parent / "moved")
+    assert make_install(moved) == ["venv", "pip", "pip"]
+    assert make_install(moved) == []
 
 
 @pytest.mark.parametrize(

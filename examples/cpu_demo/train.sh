@@ -55,7 +55,7 @@ OPTIMIZER_ARGS=(
 TRAINING_ARGS=(
     --micro-batch-size 16
     --global-batch-size 32
-    --train-iters 250
+    --train-iters 300
     --seed 1234
 )
 
@@ -64,7 +64,7 @@ DATA_ARGS=(
     --valid-data-path "$DATA_DIR/valid_text_document"
     --tokenizer-type SentencePieceTokenizer
     --tokenizer-model "$DATA_DIR/tokenizer/tokenizer.model"
-    --num-workers 0
+    --num-workers 0 # read in the training processes: the cores are few
 )
 
 LOGGING_ARGS=(

@@ -243,7 +243,7 @@ class Shampoo(torch.optim.Optimizer):
         for number, state in enumerate(self.states):
             self._accumulate(number, state, active[number], gradients, inbox)
         self.clock.mark("accumulate")
-        self.metrics.refreshes = refresh_due(self.states, active, self.config, self._dtype)
+        self.metrics.refreshes = refresh_due(self.states, active, self.config, torch.float64)
         self.num_root_computations += self.metrics.refreshes
         self.clock.mark("refresh")
         self._decay(gradients)

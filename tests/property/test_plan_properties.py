@@ -465,26 +465,34 @@ COPIES = st.builds(
 )
 
 
-@FEW
-@given(st.lists(COPIES, max_size=8), st.integers(1, 4), st.tuples(st.integers(-4, 9), st.integers(-4, 9)))
-def test_merge_keeps_every_element_move(copies: list[StridedCopy], repeats: int, step: tuple[int, int]) -> None:
-    # Each copy several times at a constant distance, so that there is something to merge.
-    shifted = [
-        dataclasses.replace(
-            copy,
-            source_offset=50 + copy.source_offset + k * step[0],
-            target_offset=50 + copy.target_offset + k * step[1],
-        )
-        for copy in copies
-        for k in range(repeats)
-    ]
+DISTANCES = st.lists(st.tuples(st.sampled_from([-2, 4, 6]), st.sampled_from([-2, 4, 6])), max_size=5)
 
-    def moves(of: Iterable[StridedCopy]) -> list[tuple[int, int, int]]:
-        return sorted((copy.source, *pair) for copy in of for pair in elements(copy))
 
-    merged = merge(shifted)
-    assert moves(merged) == moves(shifted)
-    assert sum(copy.numel for copy in merged) == sum(copy.numel for copy in shifted)
+def moves(copies: Iterable[StridedCopy]) -> list[tuple[int, int, int]]:
+    """Every element that copies move: source buffer, source element, target element."""
+    return sorted((copy.source, *pair) for copy in copies for pair in elements(copy))
+
+
+def series(copy: StridedCopy, distances: Iterable[tuple[int, int]]) -> list[StridedCopy]:
+    """A copy, and the same again at each of these distances (source, target) from the one before."""
+    copies = [dataclasses.replace(copy, source_offset=40 + copy.source_offset, target_offset=40 + copy.target_offset)]
+    for source, target in distances:
+        last = copies[-1]
+        offsets = {"source_offset": last.source_offset + source, "target_offset": last.target_offset + target}
+        copies.append(dataclasses.replace(last, **offsets))  # type: ignore[arg-type]
+    return copies
+
+
+@settings(FEW, max_examples=300)
+@given(st.lists(st.tuples(COPIES, DISTANCES), max_size=4))
+def test_merge_keeps_every_element_move(drawn: list[tuple[StridedCopy, list[tuple[int, int]]]]) -> None:
+    copies = [copy for first, distances in drawn for copy in series(first, distances)]
+    merged = merge(copies)
+    assert moves(merged) == moves(copies)
     assert all(min((*copy.source_stride, *copy.target_stride)) >= 0 for copy in merged)
-    if copies and repeats > 1 and min(step) > 0:
-        assert len(merged) < len(shifted)
+
+
+@FEW
+@given(COPIES, st.integers(2, 5), st.integers(1, 6), st.integers(1, 6))
+def test_merge_joins_copies_at_a_constant_distance(copy: StridedCopy, count: int, source: int, target: int) -> None:
+    assert len(merge(series(copy, [(source, target)] * (count - 1)))) == 1

@@ -42,7 +42,9 @@ def inverse_root(matrices: Tensor, root: int, epsilon: float, dtype: torch.dtype
     """
     try:
         return _eigh_root(matrices, root, epsilon, dtype or matrices.dtype)
-    except torch.linalg.LinAlgError:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # LinAlgError, and what cuSOLVER's own failures arrive as
         pass
     # One matrix of a batch failed: find out which, on copies, since a failed solver may have overwritten its input.
     single = matrices.reshape(-1, *matrices.shape[-2:])
@@ -58,7 +60,9 @@ def inverse_root(matrices: Tensor, root: int, epsilon: float, dtype: torch.dtype
 def _one_root(matrix: Tensor, root: int, epsilon: float, dtype: torch.dtype) -> InverseRoot:
     try:
         return _eigh_root(matrix, root, epsilon, dtype)
-    except torch.linalg.LinAlgError:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
         return InverseRoot(
             torch.full_like(matrix, torch.nan), matrix.new_tensor(torch.nan), torch.zeros((), dtype=torch.bool, device=matrix.device)
         )

@@ -48,6 +48,7 @@ def place(
     parameters = [
         MatrixParameter(
             name=route.name,
+            family=route.family,
             unit=route.unit,
             shape=(route.parameter.shape[0], route.parameter.shape[1]),
             parts=route.parts,

@@ -22,6 +22,8 @@ class Route:
 
     name: str
     """Global name: layers and experts numbered over all stages and expert-parallel ranks."""
+    family: str
+    """`layer` or `expert`."""
     unit: int
     """Global index of its layer; for an expert, of the expert among all layers' experts."""
     parameter: Tensor
@@ -84,14 +86,15 @@ def _route(
     local_name: str, parameter: Tensor, layers: dict[str, int], config: Any, tensor_parallel: TensorParallel
 ) -> Route:
     name, unit = _global_name(local_name, layers)
-    if _is_expert(parameter):
-        name, expert = _global_expert(name, config, tensor_parallel.expert_parallel_rank)
-        unit = unit * (config.num_moe_experts or 1) + expert
+    expert = is_expert(name)
+    if expert:
+        name, number = _global_expert(name, config, tensor_parallel.expert_parallel_rank)
+        unit = unit * (config.num_moe_experts or 1) + number
     reason = _adamw_reason(name, parameter)
     parts = () if reason else _parts(name, parameter, config, tensor_parallel)
     if parts and any(min(part.global_shape) == 1 for part in parts):
         parts, reason = (), "a side of 1"
-    return Route(name=name, unit=unit, parameter=parameter, parts=parts, reason=reason)
+    return Route(name=name, family="expert" if expert else "layer", unit=unit, parameter=parameter, parts=parts, reason=reason)
 
 
 def _global_name(local_name: str, layers: dict[str, int]) -> tuple[str, int]:
@@ -106,8 +109,9 @@ def _global_name(local_name: str, layers: dict[str, int]) -> tuple[str, int]:
     return name, unit
 
 
-def _is_expert(parameter: Tensor) -> bool:
-    return not getattr(parameter, "allreduce", True)
+def is_expert(name: str) -> bool:
+    """Whether a parameter is an expert's own, by its name: Megatron marks experts only where they are spread out."""
+    return ".experts." in name
 
 
 def _global_expert(name: str, config: Any, expert_parallel_rank: int) -> tuple[str, int]:
@@ -135,7 +139,7 @@ def _adamw_reason(name: str, parameter: Tensor) -> str:
 
 
 def _parts(name: str, parameter: Tensor, config: Any, tensor_parallel: TensorParallel) -> tuple[Part, ...]:
-    expert = _is_expert(parameter)
+    expert = is_expert(name)
     size = tensor_parallel.expert_size if expert else tensor_parallel.size
     rank = tensor_parallel.expert_rank if expert else tensor_parallel.rank
     cut = {"tp_dim": _tp_dim(parameter), "tp_size": size, "tp_rank": rank}

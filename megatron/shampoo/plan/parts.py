@@ -77,8 +77,10 @@ class MatrixParameter:
 
     Empty where every rank holds the whole parameter (no distributed optimizer).
     """
+    family: str = "layer"
+    """What the unit is: a layer, or an expert."""
     unit: int = 0
-    """Global index of the layer (or of the expert in its layer) that the parameter belongs to."""
+    """Global index of the layer (or of the expert among all layers' experts) that the parameter belongs to."""
 
     def __post_init__(self) -> None:
         """Check that the parts tile the parameter.
@@ -93,8 +95,8 @@ class MatrixParameter:
         if not tiles or any(part.local_shape[1] != self.shape[1] for part in self.parts):
             described = ", ".join(f"{part.name} {part.local_shape}" for part in self.parts)
             raise ValueError(f"parameter {self.name} of local shape {self.shape} is not tiled by its parts: {described}")
-        numel = self.shape[0] * self.shape[1]
-        if self.spans and not _tile(((span.start, span.stop) for span in self.spans), numel):
+        numel, ranges = self.shape[0] * self.shape[1], [(span.start, span.stop) for span in self.spans]
+        if ranges and (not _tile(ranges, numel) or ranges != sorted(ranges)):
             raise ValueError(f"parameter {self.name} of {numel} elements is not tiled by its spans: {self.spans}")
 
 

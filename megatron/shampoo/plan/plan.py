@@ -72,17 +72,18 @@ def make_plan(
     """
     if len({bool(parameter.spans) for parameter in parameters}) > 1:
         raise ValueError("some parameters have spans and some are replicated: a plan holds one kind")
-    unit_blocks: dict[int, int] = {}
+    unit_blocks: dict[tuple[str, int], int] = {}
     for parameter in parameters:
         check_alignment(parameter, tp_alignment)
         count = num_global_blocks(parameter, config.block_size, tp_alignment)
-        unit_blocks[parameter.unit] = unit_blocks.get(parameter.unit, 0) + count
-    next_number = {unit: unit * count for unit, count in unit_blocks.items()}
+        unit = (parameter.family, parameter.unit)
+        unit_blocks[unit] = unit_blocks.get(unit, 0) + count
+    next_number = {unit: unit[1] * count for unit, count in unit_blocks.items()}
     blocks: list[Block] = []
     for index, parameter in enumerate(parameters):
-        first = next_number[parameter.unit]
-        blocks += blocks_of(parameter, index, first, config.block_size, tp_alignment)
-        next_number[parameter.unit] += num_global_blocks(parameter, config.block_size, tp_alignment)
+        unit = (parameter.family, parameter.unit)
+        blocks += blocks_of(parameter, index, next_number[unit], config.block_size, tp_alignment)
+        next_number[unit] += num_global_blocks(parameter, config.block_size, tp_alignment)
     fragments = tuple(
         tuple(fragments_of(parameters[block.parameter], block, index)) for index, block in enumerate(blocks)
     )

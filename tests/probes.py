@@ -99,8 +99,8 @@ def spoil_gradient() -> dict[str, Any]:
     """
     import torch
     import torch.distributed as dist
-
     from megatron.core.optimizer.optimizer import ChainedOptimizer
+
     from megatron.shampoo.mcore.build import shampoo_of
 
     seen: dict[str, Any] = {"calls": 0, "unchanged": []}

@@ -20,6 +20,10 @@ logger = logging.getLogger("megatron.shampoo")
 ROOT = 4
 """p of the inverse root on either side. Source: Gupta et al. 2018, 2 x the number of dimensions."""
 
+DECOMPOSITION = torch.float64
+"""Precision of the eigendecompositions. In float32 the eigenvalues of a singular factor are off by a tenth of the
+default damping, so that two layouts of one run drift apart eight times as fast (tests/integration/test_layouts.py)."""
+
 MAX_FAILURES_IN_A_ROW = 3
 """Failed refreshes of one root before the run stops. Source: Distributed Shampoo's tolerance."""
 
@@ -86,7 +90,11 @@ class StackState:
             mine.copy_(saved)
 
     def due(self, config: ShampooConfig, active: Tensor) -> Tensor:
-        """Slots whose turn it is to refresh: at the first preconditioned step, then every interval.
+        """Slots that refresh in this step.
+
+        A block refreshes at its first preconditioned step, then on its turn in every interval. While it is younger than
+        an interval it also refreshes whenever the number of its gradients has doubled: a factor of few gradients is
+        nearly singular, and its root, kept for long, would amplify rounding errors and directions it has not seen.
 
         Args:
             config: start step and interval.
@@ -94,7 +102,8 @@ class StackState:
         """
         count = self.num_updates[active]
         turn = (count + self.turn[active]) % config.refresh_interval == 0
-        return active[(count == config.start_step) | ((count > config.start_step) & turn)]
+        doubled = ((count & (count - 1)) == 0) & (count < config.refresh_interval)
+        return active[(count == config.start_step) | ((count > config.start_step) & (turn | doubled))]
 
 
 class _Due(NamedTuple):
@@ -113,14 +122,13 @@ class _Due(NamedTuple):
         return self.state.left_root if self.side == 0 else self.state.right_root
 
 
-def refresh_due(states: Sequence[StackState], active: Sequence[Tensor], config: ShampooConfig, root_dtype: torch.dtype) -> int:
+def refresh_due(states: Sequence[StackState], active: Sequence[Tensor], config: ShampooConfig) -> int:
     """Refresh the inverse roots of all blocks whose turn it is, batched over equal sizes of all stacks.
 
     Args:
         states: of the stacks.
         active: for each stack the slots whose factors were updated in this step.
         config: schedule, damping, averaging.
-        root_dtype: of the eigendecomposition.
 
     Returns:
         Number of root computations (two per block).
@@ -138,7 +146,7 @@ def refresh_due(states: Sequence[StackState], active: Sequence[Tensor], config: 
     count = 0
     for size in sorted(by_size):
         for batch in _batches(by_size[size], max(1, MAX_BATCH_NUMEL // (size * size))):
-            _refresh_batch(batch, config, root_dtype)
+            _refresh_batch(batch, config)
             count += sum(part.slots.numel() for part in batch)
     return count
 
@@ -159,14 +167,14 @@ def _batches(parts: list[_Due], most: int) -> Iterator[list[_Due]]:
         yield batch
 
 
-def _refresh_batch(batch: list[_Due], config: ShampooConfig, root_dtype: torch.dtype) -> None:
+def _refresh_batch(batch: list[_Due], config: ShampooConfig) -> None:
     factors, previous = [], []
     for part in batch:
         slots = part.slots.to(part.factor.device)
         weight = bias_correction(config.factor_beta, part.state.num_updates[part.slots]).to(part.factor)
         factors.append(part.factor[slots] / weight[:, None, None])
         previous.append(part.root[slots])
-    result = refresh_roots(torch.cat(factors), torch.cat(previous), ROOT, config.epsilon, root_dtype)
+    result = refresh_roots(torch.cat(factors), torch.cat(previous), ROOT, config.epsilon, DECOMPOSITION)
     retried, failed = result.retried.cpu(), result.failed.cpu()
     start = 0
     for part in batch:
@@ -174,7 +182,9 @@ def _refresh_batch(batch: list[_Due], config: ShampooConfig, root_dtype: torch.d
         slots = part.slots.to(part.factor.device)
         part.root[slots] = result.root[start:stop]
         good = ~failed[start:stop]
-        part.state.condition[slots[good.to(slots.device)], part.side] = result.condition[start:stop][good.to(slots.device)]
+        part.state.condition[slots[good.to(slots.device)], part.side] = result.condition[start:stop][
+            good.to(slots.device)
+        ]
         if bool(retried[start:stop].any()):
             _count_failures(part, retried[start:stop], failed[start:stop])
         else:
@@ -190,10 +200,10 @@ def _count_failures(part: _Due, retried: Tensor, failed: Tensor) -> None:
         slot = int(part.slots[index])
         name = f"{'left' if part.side == 0 else 'right'} root of {part.state.names[slot]}"
         if not failed[index]:
-            logger.warning("%s failed at first and was computed again in float64", name)
+            logger.warning("%s failed at first and was computed again from a copy", name)
             continue
         in_a_row = int(failures[slot, part.side])
-        logger.warning("%s failed in float64 as well: the previous root stays (%d in a row)", name, in_a_row)
+        logger.warning("%s failed again from a copy: the previous root stays (%d in a row)", name, in_a_row)
         if in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RuntimeError(
                 f"{name} failed {in_a_row} times in a row: its factor matrix is not finite or the solver is broken; "

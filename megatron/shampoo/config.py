@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 
-class Grafting(str, enum.Enum):
+class Grafting(enum.StrEnum):
     """Which optimizer's step norm the search direction of a block takes over."""
 
     ADAM = "adam"
@@ -65,7 +65,7 @@ class ShampooConfig:
     )
     """Relative, so that the update does not change when all gradients are scaled."""
 
-    grafting: Grafting = _knob(
+    grafting: Grafting = _knob(  # noqa: RUF009 (a field, like its neighbours: ruff knows dataclasses.field alone)
         Grafting.ADAM,
         "the optimizer whose step norm each block's search direction takes over",
         "adam, sgd or none",

@@ -58,4 +58,4 @@ class PhaseClock:
 def _between(before: float | torch.cuda.Event, now: float | torch.cuda.Event) -> float:
     if isinstance(before, float) and isinstance(now, float):
         return now - before
-    return before.elapsed_time(now) / 1000.0  # type: ignore[union-attr, arg-type]
+    return before.elapsed_time(now) / 1000.0  # type: ignore[union-attr]

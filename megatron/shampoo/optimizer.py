@@ -243,7 +243,7 @@ class Shampoo(torch.optim.Optimizer):
         for number, state in enumerate(self.states):
             self._accumulate(number, state, active[number], gradients, inbox)
         self.clock.mark("accumulate")
-        self.metrics.refreshes = refresh_due(self.states, active, self.config, torch.float64)
+        self.metrics.refreshes = refresh_due(self.states, active, self.config)
         self.num_root_computations += self.metrics.refreshes
         self.clock.mark("refresh")
         self._decay(gradients)
@@ -393,7 +393,6 @@ class Shampoo(torch.optim.Optimizer):
         self._restore_precision(state_dict)
         if self._alone:
             self.load_block_state_dict(state_dict["blocks"])
-
 
     def _restore_precision(self, state_dict: dict[str, Any]) -> None:
         """Moments of preconditioned parameters as they were saved: torch casts them to the parameters' dtype."""

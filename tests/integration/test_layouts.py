@@ -12,7 +12,7 @@ from tests.tiny import Layout, tiny_gpt, tiny_llama
 
 SHAMPOO = [
     "--optimizer", "shampoo", "--shampoo-block-size", "32", "--shampoo-tp-alignment", "4", "--shampoo-refresh-interval",
-    "3", "--shampoo-start-step", "3", "--shampoo-log-interval", "0", "--global-batch-size", "12",
+    "4", "--shampoo-log-interval", "0", "--global-batch-size", "12",
 ]  # fmt: skip
 MODELS = {
     "gpt": tiny_gpt(num_layers=4),
@@ -115,7 +115,9 @@ def check_collectives(result: RunResult, layout: Layout) -> None:
 
 def check_grid(result: RunResult, alone: RunResult) -> None:
     """The blocks of all ranks together are those of one rank, with the same refresh turns."""
-    blocks = {repr(row) for record in result.records for o in record["setup"]["optimizers"].values() for row in o["grid"]}
+    blocks = {
+        repr(row) for record in result.records for o in record["setup"]["optimizers"].values() for row in o["grid"]
+    }
     expected = {repr(row) for o in alone.records[0]["setup"]["optimizers"].values() for row in o["grid"]}
     assert blocks == expected
 

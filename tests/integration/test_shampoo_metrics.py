@@ -14,9 +14,7 @@ def test_metrics_are_written_at_every_interval(launcher: Launcher, tmp_path: Pat
     layout = Layout(dp=2)
     flags = ["--optimizer", "shampoo", "--shampoo-block-size", "48", "--shampoo-log-interval", "3"]
     flags += ["--shampoo-refresh-interval", "5", "--tensorboard-dir", str(tmp_path)]
-    result = launcher.run(
-        [*tiny_gpt(iters=6), *layout.flags, *flags], world_size=2, setup="tests.probes:count"
-    ).check()
+    result = launcher.run([*tiny_gpt(iters=6), *layout.flags, *flags], world_size=2, setup="tests.probes:count").check()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
 

@@ -80,7 +80,8 @@ class Shampoo64:
     def _refresh_is_due(self) -> bool:
         if self.t <= self.start_step:
             return self.t == self.start_step
-        return (self.t + self.turn) % self.interval == 0
+        doubled = self.t < self.interval and self.t in {2**k for k in range(20)}
+        return doubled or (self.t + self.turn) % self.interval == 0
 
 
 class BlockedShampoo64:

@@ -30,7 +30,9 @@ class Inbox:
 class BlockExchange:
     """Moves the fragments of cut blocks within a data-parallel group whose parameters are sharded."""
 
-    def __init__(self, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
         """Prepare message sizes.
 
         Args:
@@ -75,7 +77,9 @@ class BlockExchange:
         received = self._all_to_all(parts, self._sizes(self._sends, _there), self._sizes(self._receives, _there))
         return self._opened(received)
 
-    def to_holders(self, directions: Sequence[Tensor], targets: Sequence[Tensor | None], scale: Sequence[float]) -> None:
+    def to_holders(
+        self, directions: Sequence[Tensor], targets: Sequence[Tensor | None], scale: Sequence[float]
+    ) -> None:
         """Send the search directions of fragments held elsewhere; add those received to the target shards.
 
         Args:
@@ -143,7 +147,9 @@ class DirectionGather:
         """Elements that every rank hands to the collective, padded to those of the rank that owns most."""
         self._copies = [scatter_copies(plan, rank) for rank in range(self._num_ranks)]
 
-    def to_holders(self, directions: Sequence[Tensor], targets: Sequence[Tensor | None], scale: Sequence[float]) -> None:
+    def to_holders(
+        self, directions: Sequence[Tensor], targets: Sequence[Tensor | None], scale: Sequence[float]
+    ) -> None:
         """Gather all directions and add them to the parameters.
 
         Args:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Below this largest eigenvalue a matrix counts as zero: its root is the identity. The smallest normal float32 is 1.2e-38.
+# Below this largest entry a matrix counts as zero: its root is the identity. The smallest normal float32 is 1.2e-38.
 ZERO_EIGENVALUE = 1e-36
 
 
@@ -64,7 +64,9 @@ def _one_root(matrix: Tensor, root: int, epsilon: float, dtype: torch.dtype) -> 
         raise
     except RuntimeError:
         return InverseRoot(
-            torch.full_like(matrix, torch.nan), matrix.new_tensor(torch.nan), torch.zeros((), dtype=torch.bool, device=matrix.device)
+            torch.full_like(matrix, torch.nan),
+            matrix.new_tensor(torch.nan),
+            torch.zeros((), dtype=torch.bool, device=matrix.device),
         )
 
 

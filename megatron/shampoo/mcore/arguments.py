@@ -120,7 +120,7 @@ def _extend_optimizer_choices(parser: argparse.ArgumentParser) -> None:
         option_strings=theirs.option_strings,
         dest=theirs.dest,
         default=theirs.default,
-        type=theirs.type,
+        type=str,
         choices=[*(theirs.choices or ()), *OPTIMIZERS],
         help=f"{theirs.help} {', '.join(OPTIMIZERS)}: Kronecker-factored, see the shampoo arguments.",
     )

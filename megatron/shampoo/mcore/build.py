@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import get_model_config
+
 from megatron.shampoo.config import ShampooConfig
 from megatron.shampoo.mcore.geometry import place
 from megatron.shampoo.mcore.report import start_report

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.shampoo.optimizer import Shampoo
 
 KEY = "shampoo"

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+
 from megatron.shampoo.mcore.routing import Route
 from megatron.shampoo.placement import Placement
 from megatron.shampoo.plan.parts import MatrixParameter, Span

@@ -54,7 +54,9 @@ def check_resume(args: Any, config: ShampooConfig) -> None:
         )
     differing = [name for name in _LAYOUT if getattr(saved, name, None) != getattr(args, name, None)]
     if differing:
-        described = ", ".join(f"{name} {getattr(saved, name, None)} -> {getattr(args, name, None)}" for name in differing)
+        described = ", ".join(
+            f"{name} {getattr(saved, name, None)} -> {getattr(args, name, None)}" for name in differing
+        )
         raise NotImplementedError(
             f"--load {args.load}: --optimizer {args.second_order_optimizer} resumes on the layout that saved the "
             f"checkpoint; here differ {described}. Resume on the saved layout, or load the weights alone with "

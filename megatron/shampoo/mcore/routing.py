@@ -94,7 +94,9 @@ def _route(
     parts = () if reason else _parts(name, parameter, config, tensor_parallel)
     if parts and any(min(part.global_shape) == 1 for part in parts):
         parts, reason = (), "a side of 1"
-    return Route(name=name, family="expert" if expert else "layer", unit=unit, parameter=parameter, parts=parts, reason=reason)
+    return Route(
+        name=name, family="expert" if expert else "layer", unit=unit, parameter=parameter, parts=parts, reason=reason
+    )
 
 
 def _global_name(local_name: str, layers: dict[str, int]) -> tuple[str, int]:
@@ -142,7 +144,7 @@ def _parts(name: str, parameter: Tensor, config: Any, tensor_parallel: TensorPar
     expert = is_expert(name)
     size = tensor_parallel.expert_size if expert else tensor_parallel.size
     rank = tensor_parallel.expert_rank if expert else tensor_parallel.rank
-    cut = {"tp_dim": _tp_dim(parameter), "tp_size": size, "tp_rank": rank}
+    cut: dict[str, Any] = {"tp_dim": _tp_dim(parameter), "tp_size": size, "tp_rank": rank}
     if cut["tp_dim"] is None:
         cut = {"tp_dim": None, "tp_size": 1, "tp_rank": 0}
     if name.endswith("self_attention.linear_qkv.weight"):

@@ -85,6 +85,23 @@ def _check_alignment(config: ShampooConfig, args: Any) -> None:
             f"--shampoo-tp-alignment {alignment}: allowed are multiples of --tensor-model-parallel-size {size}, "
             f"for instance {size * -(-alignment // size)}"
         )
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    if groups % size:
+        raise NotImplementedError(
+            f"--num-query-groups {groups} on --tensor-model-parallel-size {size}: --optimizer "
+            f"{args.second_order_optimizer} needs a multiple of the tensor-parallel size; use fewer tensor-parallel ranks"
+        )
+    lengths = {
+        "query rows (heads x head width)": args.num_attention_heads * args.kv_channels,
+        "key rows (query groups x head width)": groups * args.kv_channels,
+        "--ffn-hidden-size": args.ffn_hidden_size,
+    }
+    for name, length in lengths.items():
+        if alignment is not None and length % alignment:
+            raise ValueError(
+                f"--shampoo-tp-alignment {alignment} does not divide the {length} {name}; allowed are divisors of "
+                f"{length} that are multiples of --tensor-model-parallel-size {size}, for instance {size}"
+            )
 
 
 def _check_checkpoint_format(args: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from megatron.shampoo.plan.parts import MatrixParameter, Part
 
@@ -44,9 +45,7 @@ def cut(length: int, segments: int, block_size: int) -> list[tuple[int, int]]:
     pieces = -(-segment // block_size)
     ends = [segment * k // pieces for k in range(pieces + 1)]
     return [
-        (base + start, base + stop)
-        for base in range(0, length, segment)
-        for start, stop in zip(ends[:-1], ends[1:], strict=True)
+        (base + start, base + stop) for base in range(0, length, segment) for start, stop in itertools.pairwise(ends)
     ]
 
 

@@ -94,7 +94,9 @@ class MatrixParameter:
         tiles = _tile(((first, first + count) for first, count in runs), self.shape[0])
         if not tiles or any(part.local_shape[1] != self.shape[1] for part in self.parts):
             described = ", ".join(f"{part.name} {part.local_shape}" for part in self.parts)
-            raise ValueError(f"parameter {self.name} of local shape {self.shape} is not tiled by its parts: {described}")
+            raise ValueError(
+                f"parameter {self.name} of local shape {self.shape} is not tiled by its parts: {described}"
+            )
         numel, ranges = self.shape[0] * self.shape[1], [(span.start, span.stop) for span in self.spans]
         if ranges and (not _tile(ranges, numel) or ranges != sorted(ranges)):
             raise ValueError(f"parameter {self.name} of {numel} elements is not tiled by its spans: {self.spans}")

@@ -53,9 +53,7 @@ class Plan:
         return hashlib.sha256(repr(fields).encode()).hexdigest()
 
 
-def make_plan(
-    parameters: Sequence[MatrixParameter], num_ranks: int, config: ShampooConfig, tp_alignment: int
-) -> Plan:
+def make_plan(parameters: Sequence[MatrixParameter], num_ranks: int, config: ShampooConfig, tp_alignment: int) -> Plan:
     """Plan the blocks of a data-parallel group.
 
     Blocks are numbered within their unit (layer or expert), and a unit's numbers begin at its index times its

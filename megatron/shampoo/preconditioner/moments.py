@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 
 def update_moments_(
-    gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], betas: tuple[float, float]
+    gradients: list[Tensor], first: list[Tensor], second: list[Tensor], betas: tuple[float, float]
 ) -> None:
     """Update first and second moments in place: m <- b1 m + (1-b1) g, v <- b2 v + (1-b2) g^2.
 
@@ -27,7 +25,7 @@ def update_moments_(
 
 
 def adam_step(
-    first: Sequence[Tensor], second: Sequence[Tensor], steps: Sequence[int], betas: tuple[float, float], eps: float
+    first: list[Tensor], second: list[Tensor], steps: list[int], betas: tuple[float, float], eps: float
 ) -> list[Tensor]:
     """Adam's bias-corrected steps (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps), before the learning rate.
 

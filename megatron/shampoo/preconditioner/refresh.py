@@ -1,4 +1,4 @@
-"""Refresh of inverse roots with the fallback ladder: float32, a copy in float64, the block's previous root."""
+"""Refresh of inverse roots with the fallback ladder: solver, LAPACK on a copy, the block's previous root."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ def refresh_roots(factors: Tensor, previous: Tensor, root: int, epsilon: float, 
         epsilon: damping relative to the largest eigenvalue.
         dtype: of the first attempt's eigendecomposition.
 
-    Source: the ladder follows what Distributed Shampoo does (retry in double precision, then keep the last root).
+    Source: the ladder follows what Distributed Shampoo does (retry in double precision, then keep the last root);
+    cuSOLVER's failures: pytorch issues 94772 and 105359.
     """
     with full_float32():
         roots, condition, usable = inverse_root(factors, root, epsilon, dtype)
         retried = ~usable
         if bool(retried.any()):
-            again = inverse_root(factors[retried], root, epsilon, torch.float64)
-            roots[retried], condition[retried], usable[retried] = again
+            # On the CPU, by another library than a GPU's: cuSOLVER has failed on matrices that LAPACK solves.
+            again = inverse_root(factors[retried].cpu(), root, epsilon, torch.float64)
+            for mine, other in zip((roots, condition, usable), again, strict=True):
+                mine[retried] = other.to(mine.device)
     failed = ~usable
     roots = torch.where(failed[:, None, None], previous, roots)
     return Refreshed(roots, condition, retried, failed)

@@ -38,8 +38,9 @@ def wrap_get_megatron_optimizer(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.shampoo.mcore.build import use_shampoo
         from megatron.training import get_args
+
+        from megatron.shampoo.mcore.build import use_shampoo
 
         optimizer = original(config, model_chunks, *args, **kwargs)
         if is_ours(get_args()):
@@ -65,9 +66,10 @@ def wrap_step_with_ready_grads(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def step_with_ready_grads(self: Any) -> bool:
+        from megatron.training import get_args, get_tensorboard_writer
+
         from megatron.shampoo.mcore import guard, tensorboard
         from megatron.shampoo.mcore.build import shampoo_of
-        from megatron.training import get_args, get_tensorboard_writer
 
         optimizers = shampoo_of(self)
         if not optimizers:

@@ -201,7 +201,7 @@ class Shampoo(torch.optim.Optimizer):
             for state in states:
                 state["step"] += 1
             steps = [int(state["step"]) for state in states]
-            # The grafting step up to a factor that is common to a parameter, see _scale.
+            # The grafting step up to a factor that is common to a parameter, see _inputs_and_scale.
             graft = adam_step(first, second, steps, group["betas"], group["eps"]) if self._grafts_adam else first
             for parameter, gradient, step in zip(ready, own, graft, strict=True):
                 gradients[self._index[id(parameter)]] = gradient.reshape(-1)

@@ -132,8 +132,12 @@ class TestTrainedOnFourProcesses:
         case = CASES[name]
         _, num_blocks, _, owners = trained[0][name]
         interval, start = case.config.refresh_interval, case.config.start_step
+        doublings = {step for step in (1, 2, 4, 8) if step < interval}
         steps = [
-            sum(step == start or (step > start and (step + block) % interval == 0) for step in range(1, STEPS + 1))
+            sum(
+                step == start or (step > start and ((step + block) % interval == 0 or step in doublings))
+                for step in range(1, STEPS + 1)
+            )
             for block in range(num_blocks)
         ]
         for rank in range(case.num_ranks):

@@ -11,9 +11,10 @@ from tests.launch import Launcher, RunResult
 from tests.tiny import Layout, tiny_gpt, tiny_llama
 
 SHAMPOO = [
-    "--optimizer", "shampoo", "--shampoo-block-size", "32", "--shampoo-tp-alignment", "4", "--shampoo-refresh-interval",
-    "4", "--shampoo-log-interval", "0", "--global-batch-size", "12",
+    "--optimizer", "shampoo", "--shampoo-block-size", "32", "--shampoo-tp-alignment", "4",
+    "--shampoo-log-interval", "0", "--global-batch-size", "12",
 ]  # fmt: skip
+SCHEDULE = ["--shampoo-start-step", "3", "--shampoo-refresh-interval", "3"]
 MODELS = {
     "gpt": tiny_gpt(num_layers=4),
     "llama": tiny_llama(num_layers=2, heads=8, query_groups=4),
@@ -36,26 +37,34 @@ class Model:
 
     def __init__(self, launcher: Launcher, flags: list[str], folder: Path) -> None:
         self.launcher, self.flags, self.folder = launcher, flags, folder
+        self.runs: dict[tuple[str, ...], RunResult] = {}
         saving = ["--save", folder, "--save-interval", "1", "--no-save-optim", "--no-save-rng"]
         launcher.run([*flags, *SHAMPOO, "--train-iters", "1", "--lr", "0", *saving]).check()
-        self.alone = self.train(Layout())
 
-    def train(self, layout: Layout, setup: str | None = None, extra: list[str] | None = None) -> RunResult:
+    def alone(self, *schedule: str) -> RunResult:
+        """The run on one rank, made once for each schedule."""
+        if schedule not in self.runs:
+            self.runs[schedule] = self.train(Layout(), "tests.probes:count", *schedule)
+        return self.runs[schedule]
+
+    def train(self, layout: Layout, setup: str | None, *schedule: str) -> RunResult:
         loading = ["--load", self.folder, "--finetune", "--no-load-optim", "--no-load-rng"]
+        loading += ["--micro-batch-size", "1" if layout.dp == 3 else "3"]  # fewer, larger messages
         return self.launcher.run(
-            [*self.flags, *layout.flags, *SHAMPOO, *loading, *(extra or [])],
+            [*self.flags, *layout.flags, *SHAMPOO, *loading, *schedule],
             world_size=layout.world_size,
             setup=setup,
             record=["parameters"],
         ).check()
 
-    def worst(self, result: RunResult) -> dict[str, float]:
+    def worst(self, result: RunResult, *schedule: str) -> dict[str, float]:
         """Worst relative differences of a run from the one on one rank."""
-        parameters, expected = compared(result), compared(self.alone)
+        alone = self.alone(*schedule)
+        parameters, expected = compared(result), compared(alone)
         assert parameters.keys() == expected.keys()
         return {
-            "loss": _relative(result.losses, self.alone.losses),
-            "gradient norm": _relative(result.grad_norms, self.alone.grad_norms),
+            "loss": _relative(result.losses, alone.losses),
+            "gradient norm": _relative(result.grad_norms, alone.grad_norms),
             "parameter": max(
                 float((parameters[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items()
             ),
@@ -87,10 +96,20 @@ def models(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=[f"{model} {layout}" for model, layout in CASES])
 def test_the_run_does_not_depend_on_the_layout(models: dict[str, Model], model: str, layout: Layout) -> None:
-    result = models[model].train(layout, setup="tests.probes:count")
-    worst = models[model].worst(result)
+    result = models[model].train(layout, "tests.probes:count", *SCHEDULE)
+    worst = models[model].worst(result, *SCHEDULE)
+    print(f"{model} {layout}: {worst}")
     assert worst["loss"] <= LOSS and worst["gradient norm"] <= GRAD_NORM and worst["parameter"] <= PARAMETER, worst
     check_collectives(result, layout)
+    check_grid(result, models[model].alone(*SCHEDULE))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_with_the_default_schedule_too(models: dict[str, Model], model: str, layout: Layout) -> None:
+    """The root of the very first gradient, of a nearly singular factor, amplifies rounding in the parameters more."""
+    worst = models[model].worst(models[model].train(layout, None))
+    assert worst["loss"] <= LOSS and worst["gradient norm"] <= GRAD_NORM and worst["parameter"] <= 5 * PARAMETER, worst
 
 
 def check_collectives(result: RunResult, layout: Layout) -> None:
@@ -122,21 +141,16 @@ def check_grid(result: RunResult, alone: RunResult) -> None:
     assert blocks == expected
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=4), Layout(pp=2, vpp=2), Layout(tp=2, dp=2)], ids=str)
-def test_blocks_and_refresh_turns_are_those_of_one_rank(models: dict[str, Model], layout: Layout) -> None:
-    alone = models["gpt"].train(Layout(), setup="tests.probes:count")
-    check_grid(models["gpt"].train(layout, setup="tests.probes:count"), alone)
-
-
 def test_a_dropped_fragment_is_seen(models: dict[str, Model]) -> None:
     """Negative control: the comparison fails when one fragment of a cut block is lost."""
-    worst = models["gpt"].worst(models["gpt"].train(Layout(dp=2), setup="tests.probes:drop_fragment"))
+    result = models["gpt"].train(Layout(dp=2), "tests.probes:drop_fragment", *SCHEDULE)
+    worst = models["gpt"].worst(result, *SCHEDULE)
     assert worst["parameter"] > 10 * PARAMETER, worst
     assert worst["loss"] > LOSS or worst["gradient norm"] > GRAD_NORM, worst
 
 
 def test_another_alignment_is_another_run(models: dict[str, Model]) -> None:
-    """Negative control: without a common alignment the block grids of TP 1 and TP 4 differ, and the runs with them."""
-    own = models["gpt"].train(Layout(), extra=["--shampoo-tp-alignment", "1", "--shampoo-block-size", "64"])
-    worst = models["gpt"].worst(own)
+    """Negative control: with another alignment the blocks are others, and so is the run."""
+    other = ("--shampoo-tp-alignment", "1", "--shampoo-block-size", "64")
+    worst = models["gpt"].worst(models["gpt"].train(Layout(), None, *SCHEDULE, *other), *SCHEDULE)
     assert worst["parameter"] > 10 * PARAMETER, worst

@@ -118,7 +118,7 @@ def _text(shares: Sequence[_Share], optimizers: Sequence[Shampoo]) -> str:
     roots = 2 * blocks
     interval = optimizers[0].config.refresh_interval if optimizers else 1
     rows += [
-        f"  preconditioned: {preconditioned:,} of {everything:,} elements (of one tensor-parallel rank), {blocks} blocks",
+        f"  preconditioned: {preconditioned:,} of {everything:,} elements (one tensor-parallel rank), {blocks} blocks",
         f"  inverse roots: {roots}, about {roots / interval:.1f} refreshed per step (every {interval} steps, by turns)",
         f"  blocks cut by shard borders: {sum(share.cut for share in shares)} of "
         f"{sum(share.num_blocks for share in shares)}; exchanged bytes per step: {sum(s.sent_bytes for s in shares):,}",

@@ -89,7 +89,7 @@ def _check_alignment(config: ShampooConfig, args: Any) -> None:
     if groups % size:
         raise NotImplementedError(
             f"--num-query-groups {groups} on --tensor-model-parallel-size {size}: --optimizer "
-            f"{args.second_order_optimizer} needs a multiple of the tensor-parallel size; use fewer tensor-parallel ranks"
+            f"{args.second_order_optimizer} needs a multiple of it; use fewer tensor-parallel ranks"
         )
     lengths = {
         "query rows (heads x head width)": args.num_attention_heads * args.kv_channels,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,10 +70,14 @@ def test_resume_is_bit_for_bit(launcher: Launcher, tmp_path: Path, name: str) ->
 
 
 def forget_factors() -> None:
-    """Negative control: a resumed rank keeps its fresh factors."""
+    """Negative control: a resumed rank loses its factors (the checkpoint is read into the very tensors)."""
     from megatron.shampoo.mcore import checkpoint
 
-    checkpoint.load_blocks = lambda optimizer, loaded: None
+    def load_blocks(optimizer: Any, loaded: Any) -> None:
+        for state in optimizer.states:
+            state.left.zero_()
+
+    checkpoint.load_blocks = load_blocks
 
 
 def test_without_its_factors_a_resume_differs(distributed: Run) -> None:

@@ -94,7 +94,13 @@ def wrap_sharded_state_dict(original: Callable) -> Callable:
         from megatron.shampoo.mcore.build import shampoo_of
         from megatron.shampoo.mcore.checkpoint import KEY, blocks_to_sharded
 
-        state = original(self, *args, **kwargs)
+        # Before it loads, the distributed optimizer loads its own state dict into itself to allocate what torch's
+        # optimizers allocate late: that one has no blocks, and ours are there from the start.
+        self.allocates_state = True
+        try:
+            state = original(self, *args, **kwargs)
+        finally:
+            self.allocates_state = False
         for inner in shampoo_of(self):
             state[KEY] = blocks_to_sharded(inner, expert=inner.param_groups[0]["is_expert_parallel"])
         return state
@@ -110,7 +116,7 @@ def wrap_load_state_dict(original: Callable) -> Callable:
         from megatron.shampoo.mcore.build import shampoo_of
         from megatron.shampoo.mcore.checkpoint import KEY, load_blocks
 
-        for inner in shampoo_of(self):
+        for inner in [] if getattr(self, "allocates_state", False) else shampoo_of(self):
             load_blocks(inner, state_dict.pop(KEY, {}))
         return original(self, state_dict)
 

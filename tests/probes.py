@@ -35,7 +35,7 @@ def count() -> dict[str, Any]:
         finally:
             inside[0] = False
             seen["steps"] += 1
-            seen["optimizers"][str(len(self.plan.parameters))] = _figures(self)
+            seen["optimizers"][self.plan.parameters[0].name if self.plan.parameters else ""] = _figures(self)
 
     Shampoo.step = step  # type: ignore[method-assign]
     return seen

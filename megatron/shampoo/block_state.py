@@ -71,8 +71,8 @@ class StackState:
         """The tensors by name; not copied."""
         return {name: getattr(self, name) for name in self.TENSORS}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy the tensors into the present ones.
+    def check_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Refuse a state that does not fit.
 
         Raises:
             ValueError: a tensor is missing, unknown or of another shape.
@@ -87,7 +87,16 @@ class StackState:
                     f"{tuple(saved.shape)} in the saved state and {tuple(mine.shape)} here: the block grid or the "
                     "owners differ"
                 )
-            mine.copy_(saved)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy the tensors into the present ones.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape.
+        """
+        self.check_state_dict(state)
+        for name, saved in state.items():
+            getattr(self, name).copy_(saved)
 
     def due(self, config: ShampooConfig, active: Tensor) -> Tensor:
         """Slots that refresh in this step.

@@ -77,6 +77,8 @@ class Shampoo(torch.optim.Optimizer):
 
         Collective: every rank of the placement's group, if there is one.
         """
+        if config is not None and not isinstance(config, ShampooConfig):
+            raise ValueError(f"config {config!r}: allowed is a ShampooConfig")
         self._is_built = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         groups = list(params)
@@ -130,6 +132,16 @@ class Shampoo(torch.optim.Optimizer):
         if getattr(self, "_is_built", False):
             raise NotImplementedError("add_param_group after construction: give Shampoo all parameters when it is made")
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled: a plan and its buffers belong to these very parameters.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "Shampoo cannot be copied or pickled: make a new one on the other parameters and load its state_dict()"
+        )
 
     @property
     def bytes_sent(self) -> int:
@@ -369,10 +381,15 @@ class Shampoo(torch.optim.Optimizer):
         Raises:
             ValueError: other stacks than this rank's.
         """
+        self._check_block_states(states)
+        for mine, saved in zip(self.states, states, strict=True):
+            mine.load_state_dict(saved)
+
+    def _check_block_states(self, states: Sequence[dict[str, Tensor]]) -> None:
         if len(states) != len(self.states):
             raise ValueError(f"the saved state has {len(states)} stacks of blocks, this rank owns {len(self.states)}")
         for mine, saved in zip(self.states, states, strict=True):
-            mine.load_state_dict(saved)
+            mine.check_state_dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the moments as for AdamW; alone on one process also that of the blocks, under `blocks`."""
@@ -389,6 +406,8 @@ class Shampoo(torch.optim.Optimizer):
         """
         if self._alone and "blocks" not in state_dict:
             raise ValueError("the state has no 'blocks': it is not one of Shampoo, and its factors cannot be guessed")
+        if self._alone:  # before anything is loaded
+            self._check_block_states(state_dict["blocks"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "blocks"})
         self._restore_precision(state_dict)
         if self._alone:

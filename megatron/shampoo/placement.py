@@ -53,6 +53,8 @@ def place_alone(groups: Sequence[dict], tp_alignment: int | None) -> Placement:
     tensors = list(_matrices(groups))
     parameters = []
     for index, tensor in enumerate(tensors):
+        if not tensor.is_floating_point():
+            raise ValueError(f"parameter {index} is {tensor.dtype}: allowed are real floating-point matrices")
         if not tensor.is_contiguous():
             raise ValueError(f"parameter {index} of shape {tuple(tensor.shape)} is not contiguous: call .contiguous()")
         shape = (tensor.shape[0], tensor.shape[1])

@@ -83,7 +83,7 @@ def assert_same_parameters(result: RunResult, expected: RunResult) -> None:
         (Layout(dp=2), ["--overlap-grad-reduce"]),
         (Layout(dp=2, distributed=False), ["--overlap-grad-reduce"]),
         (Layout(dp=4), ["--num-distributed-optimizer-instances", "2"]),
-        (Layout(dp=2, tp=2), ["--timing-log-level", "2", "--log-params-norm", "--log-num-zeros-in-grad"]),
+        (Layout(tp=2), ["--timing-log-level", "2", "--log-params-norm", "--log-num-zeros-in-grad"]),
     ],
     ids=["overlap", "overlap replicated", "two instances", "all logs"],
 )
@@ -112,7 +112,7 @@ def test_a_stage_of_embeddings_alone_trains(launcher: Launcher) -> None:
 
 
 def test_a_vocabulary_that_tensor_parallel_ranks_do_not_divide(launcher: Launcher) -> None:
-    flags = ["--vocab-size", "126", "--make-vocab-size-divisible-by", "1", "--shampoo-tp-alignment", "2"]
+    flags = ["--vocab-size", "125", "--make-vocab-size-divisible-by", "1", "--shampoo-tp-alignment", "2"]
     assert_same(run(launcher, Layout(tp=2), *flags), run(launcher, Layout(), *flags))
 
 
@@ -139,32 +139,26 @@ def test_every_spoiled_step_is_counted_in_the_log(launcher: Launcher) -> None:
     assert counted == ["0", "0", "1", "0"]
 
 
-def test_large_embeddings_are_sharded_over_data_parallel_ranks(launcher: Launcher) -> None:
-    result = run(launcher, Layout(dp=4), "--vocab-size", "8191", iters=1, setup=WATCH)
-    held = [record["setup"]["steps"][0]["bytes"] for record in result.records]
-    assert max(held) < 1.3 * min(held)
-
-
 def test_before_the_start_step_it_is_adamw(launcher: Launcher) -> None:
     ours = run(launcher, Layout(dp=2), "--shampoo-start-step", "1000", iters=5)
     adamw = launcher.run([*tiny_gpt(iters=5), *Layout(dp=2).flags], world_size=2).check()
     assert_same(ours, adamw)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=4)], ids=["one replica of an expert", "two"])
-def test_a_model_of_experts_resumes_bit_for_bit(launcher: Launcher, tmp_path: Path, layout: Layout) -> None:
+def test_a_model_of_experts_resumes_bit_for_bit(launcher: Launcher, tmp_path: Path) -> None:
+    layout = Layout(dp=2)
     flags = ["--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear", "--dataloader-type", "single"]
     flags += ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
-    unbroken = run(launcher, layout, *flags, "--save", tmp_path, "--save-interval", "2", iters=3)
-    resumed = run(launcher, layout, *flags, "--load", tmp_path, "--ckpt-step", "2", iters=3)
+    unbroken = run(launcher, layout, *flags, "--save", tmp_path, "--save-interval", "2", iters=4)
+    resumed = run(launcher, layout, *flags, "--load", tmp_path, "--ckpt-step", "2", iters=4)
     assert (resumed.losses, resumed.grad_norms) == (unbroken.losses[2:], unbroken.grad_norms[2:])
 
 
-def test_three_hundred_steps_on_a_narrow_model_stay_finite_and_learn(launcher: Launcher) -> None:
-    sizes = {"hidden": 16, "heads": 2, "vocab": 30, "seq_length": 16, "global_batch": 4}
-    args = [*tiny_gpt(iters=300, lr=3e-3, **sizes), "--optimizer", "shampoo", "--shampoo-block-size", "8"]
+def test_a_narrow_model_at_a_high_rate_stays_finite_and_learns(launcher: Launcher) -> None:
+    sizes = {"num_layers": 1, "hidden": 16, "heads": 2, "vocab": 30, "seq_length": 16, "global_batch": 2}
+    args = [*tiny_gpt(iters=100, lr=1e-2, **sizes), "--optimizer", "shampoo", "--shampoo-block-size", "8"]
     losses = launcher.run(args).check().losses
-    assert all(map(math.isfinite, losses)) and len(losses) == 300
+    assert all(map(math.isfinite, losses)) and len(losses) == 100
     assert max(losses) < 1.2 * losses[0]
     assert sum(losses[-10:]) / 10 < 0.8 * losses[0]
 
@@ -173,7 +167,7 @@ def test_the_readme_s_pretraining_command_trains(launcher: Launcher, tmp_path: P
     readme = (ROOT / "README.md").read_text()
     found = re.search(r"^    torchrun .*? (pretrain_gpt\.py.*?[^\\])$", readme, re.MULTILINE | re.DOTALL)
     assert found is not None
-    flags = shlex.split(found.group(1))[1:]
+    flags = shlex.split(found.group(1).replace("\\\n", " "))[1:]
     assert "shampoo" in flags and "--use-distributed-optimizer" in flags
     own = {"--train-data-path", "--valid-data-path", "--save", "--load"}
     kept = [part for i, part in enumerate(flags) if part not in own and (i == 0 or flags[i - 1] not in own)]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests.launch import Launcher
-from tests.tiny import Layout, tiny_gpt
+from tests.tiny import Layout, tiny_gpt, tiny_llama
 
 ITERS, START, INTERVAL, SIDE = 9, 3, 6, 32
 SHAMPOO = [
@@ -51,6 +51,28 @@ def test_blocks_and_roots_are_as_predicted(launcher: Launcher, distributed: bool
         for layer in range(LAYERS)
         for name in ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
     ]
+
+
+MOE = [
+    *tiny_llama(iters=3), "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48",
+    "--moe-shared-expert-intermediate-size", "32", "--moe-token-dispatcher-type", "allgather",
+]  # fmt: skip
+
+
+def test_experts_have_the_same_blocks_and_turns_wherever_they_are(launcher: Launcher) -> None:
+    grids, reports = [], []
+    for size in ("1", "2"):
+        flags = [*MOE, *Layout(dp=2).flags, *SHAMPOO, "--expert-model-parallel-size", size]
+        result = launcher.run(flags, world_size=2, setup="tests.probes:count").check()
+        grids.append(
+            {repr(row) for r in result.records for found in r["setup"]["optimizers"].values() for row in found["grid"]}
+        )
+        report = result.logs[0].read_text()
+        reports.append(sorted(report[report.index("----- shampoo") : report.index("  blocks cut")].splitlines()))
+    assert grids[0] == grids[1]
+    assert any("local_experts.3.mlp" in row or "local_experts.3.linear_fc1" in row for row in grids[0])
+    assert reports[0] == reports[1]
+    assert any("router" in line and "AdamW (router)" in line for line in reports[0])
 
 
 def test_the_report_names_every_route(launcher: Launcher) -> None:

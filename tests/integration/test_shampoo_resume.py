@@ -90,6 +90,9 @@ REFUSED = {
     "another tensor-parallel size": (Layout(tp=2), [], "tensor_model_parallel_size 1 -> 2"),
     "another kind of optimizer": (Layout(dp=2, distributed=False), [], "use_distributed_optimizer True -> False"),
     "other blocks": (Layout(dp=2), ["--shampoo-block-size", "64"], "--shampoo-block-size 64"),
+    "other turns": (Layout(dp=2), ["--shampoo-refresh-interval", "5"], "--shampoo-refresh-interval 5"),
+    "another precision": (Layout(dp=2), ["--bf16"], "bf16 False -> True"),
+    "another learning rate": (Layout(dp=2), ["--lr", "5e-4"], "--lr 0.0005: the checkpoint was saved with 0.001"),
 }
 
 
@@ -99,6 +102,10 @@ def test_what_cannot_resume_is_refused_by_name(distributed: Run, case: str) -> N
     resumed = distributed.resume(*flags, layout=layout)
     assert all(resumed.returncodes) and message in resumed.output and "--no-load-optim" in resumed.output
     assert "Traceback" not in resumed.output
+
+
+def test_the_default_alignment_spelled_out_is_the_same(distributed: Run) -> None:
+    assert distributed.is_continued_by(distributed.resume("--shampoo-tp-alignment", "1").check())
 
 
 def test_weights_alone_load_on_another_layout(distributed: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -417,3 +418,29 @@ def test_training_lowers_a_badly_conditioned_loss_faster_than_adamw() -> None:
 
     ours = final_loss(lambda params: Shampoo(params, config=ShampooConfig(refresh_interval=5)))
     assert ours < 0.5 * final_loss(lambda params: torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.0))
+
+
+def test_copies_and_pickles_are_refused() -> None:
+    optimizer = Shampoo([torch.nn.Parameter(torch.randn(4, 4))])
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(NotImplementedError, match="state_dict"):
+            copied(optimizer)
+
+
+def test_a_refused_state_leaves_the_optimizer_as_it_was() -> None:
+    weight, other = (torch.nn.Parameter(torch.randn(size, 4)) for size in (4, 6))
+    weight.grad, other.grad = torch.ones_like(weight), torch.ones_like(other)
+    optimizer, source = Shampoo([weight]), Shampoo([other])
+    optimizer.step()
+    source.step()
+    before = optimizer.state[weight]["exp_avg"].clone()
+    with pytest.raises(ValueError, match=r"stacks|shape"):
+        optimizer.load_state_dict(source.state_dict())
+    assert torch.equal(optimizer.state[weight]["exp_avg"], before)
+
+
+def test_complex_parameters_and_other_configs_are_refused() -> None:
+    with pytest.raises(ValueError, match="real floating-point"):
+        Shampoo([torch.nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="ShampooConfig"):
+        Shampoo([torch.nn.Parameter(torch.randn(4, 4))], config={"block_size": 4})  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -55,10 +55,8 @@ def start_report(routes: Sequence[Route], optimizers: Sequence[Shampoo]) -> None
 
 
 def _share_of(routes: Sequence[Route], optimizers: Sequence[Shampoo]) -> _Share:
-    lines: list[_Line] = []
-    if _speaks_for_its_stage():
-        plans = [optimizer.plan for optimizer in optimizers]
-        lines = [_line(route, plans, optimizers) for route in routes]
+    speaks = _speaks_for()
+    lines = [_line(route, optimizers) for route in routes if speaks[route.is_expert]]
     loads = [_balance(optimizer.plan) for optimizer in optimizers if optimizer.plan.blocks]
     ranks = [optimizer.placement.rank for optimizer in optimizers]
     return _Share(
@@ -74,24 +72,27 @@ def _share_of(routes: Sequence[Route], optimizers: Sequence[Shampoo]) -> _Share:
     )
 
 
-def _speaks_for_its_stage() -> bool:
-    """One rank of each pipeline stage and expert-parallel group reports the parameters; the others have the same."""
+def _speaks_for() -> dict[bool, bool]:
+    """Whether this rank reports the experts (True) and the other parameters (False) that it shares with other ranks."""
     from megatron.core import parallel_state as mpu
 
-    first = mpu.get_tensor_model_parallel_rank() == 0
-    return first and mpu.get_data_parallel_rank(with_context_parallel=True) < mpu.get_expert_model_parallel_world_size()
+    return {
+        False: mpu.get_tensor_model_parallel_rank() == 0 == mpu.get_data_parallel_rank(with_context_parallel=True),
+        True: mpu.get_expert_tensor_parallel_rank() == 0 == mpu.get_expert_data_parallel_rank(),
+    }
 
 
-def _line(route: Route, plans: Iterable[Plan], optimizers: Sequence[Shampoo]) -> _Line:
+def _line(route: Route, optimizers: Sequence[Shampoo]) -> _Line:
     name = re.sub(r"\.(layers|local_experts)\.\d+\.", r".\1.*.", route.name)
     name = re.sub(r"(linear_fc[12]\.weight)\d+$", r"\1*", name)
     shape = "x".join(map(str, route.parameter.shape))
     if not route.is_preconditioned:
         return _Line(name, shape, f"AdamW ({route.reason})", "", 0, route.parameter.numel())
-    alignment = optimizers[0].placement.tp_alignment
+    optimizer = next(it for it in optimizers if any(known.name == route.name for known in it.plan.parameters))
+    alignment, block_size = optimizer.placement.tp_alignment, optimizer.config.block_size
     grids = []
     for part in route.parts:
-        rows, columns = grid_of(part, optimizers[0].config.block_size, alignment)
+        rows, columns = grid_of(part, block_size, alignment)
         grids.append((part, len(rows), len(columns), rows[0][1] - rows[0][0], columns[0][1] - columns[0][0]))
     text = ", ".join(
         f"{part.name} {part.global_shape[0]}x{part.global_shape[1]} in {i}x{j} blocks of {m}x{n}"

@@ -22,12 +22,28 @@ _LAYOUT = (
     "overlap_param_gather",
     "ddp_num_buckets",
     "ddp_bucket_size",
+    "ddp_pad_buckets_for_high_nccl_busbw",
+    "bf16",
+    "fp16",
+    "grad_reduce_in_bf16",
+    "accumulate_allreduce_grads_in_fp32",
+    "main_grads_dtype",
     "num_layers",
+    "num_experts",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
 )
-"""Megatron's arguments that decide which blocks a rank owns (overlap and buckets move the shards' borders)."""
+"""Megatron's arguments that decide which blocks a rank owns: precision, overlap and buckets move shard borders."""
 
-_GRID = ("block_size", "tp_alignment")
-"""Our settings that decide the blocks."""
+_GRID = ("block_size", "tp_alignment", "refresh_interval")
+"""Our settings that decide the blocks, their owners and their turns."""
+
+_GROUPS = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
+"""Arguments by which Megatron 0.19 finds the parameter groups of a checkpoint again."""
 
 
 def check_resume(args: Any, config: ShampooConfig) -> None:
@@ -44,15 +60,29 @@ def check_resume(args: Any, config: ShampooConfig) -> None:
     if args.load is None or args.finetune or args.no_load_optim:
         return
     saved = _saved_arguments(args)
-    if saved is None or getattr(saved, "no_save_optim", None):
+    if saved is None:
         return
+    if getattr(saved, "no_save_optim", None):
+        raise ValueError(f"--load {args.load}: was saved with --no-save-optim; load the weights with --no-load-optim")
     word = getattr(saved, "second_order_optimizer", None) or saved.optimizer
     if word != args.second_order_optimizer:
         raise ValueError(
             f"--load {args.load}: was saved with --optimizer {word}, which has no factors for --optimizer "
             f"{args.second_order_optimizer}; load the weights alone with --no-load-optim or --finetune"
         )
-    differing = [name for name in _LAYOUT if getattr(saved, name, None) != getattr(args, name, None)]
+    _check_layout(saved, args)
+    _check_grid(saved, args, config)
+    for name in _GROUPS:
+        if getattr(saved, name, None) != getattr(args, name, None):
+            raise NotImplementedError(
+                f"--{name.replace('_', '-')} {getattr(args, name, None)}: the checkpoint was saved with "
+                f"{getattr(saved, name, None)}, and Megatron 0.19 finds the optimizer's parameter groups again by it; "
+                "keep it, or load the weights alone with --no-load-optim"
+            )
+
+
+def _check_layout(saved: Any, args: Any) -> None:
+    differing = [name for name in _LAYOUT if str(getattr(saved, name, None)) != str(getattr(args, name, None))]
     if differing:
         described = ", ".join(
             f"{name} {getattr(saved, name, None)} -> {getattr(args, name, None)}" for name in differing
@@ -62,13 +92,22 @@ def check_resume(args: Any, config: ShampooConfig) -> None:
             f"checkpoint; here differ {described}. Resume on the saved layout, or load the weights alone with "
             "--no-load-optim"
         )
-    then, now = config_of(saved), config
+
+
+def _check_grid(saved: Any, args: Any, config: ShampooConfig) -> None:
+    then, now = _resolved(config_of(saved), saved), _resolved(config, args)
     for name in _GRID:
-        if getattr(then, name) != getattr(now, name):
+        if then[name] != now[name]:
             raise ValueError(
-                f"{flag_of(name)} {getattr(now, name)}: the checkpoint was saved with {getattr(then, name)}, and its "
-                "factors fit those blocks alone; use that value, or load the weights alone with --no-load-optim"
+                f"{flag_of(name)} {now[name]}: the checkpoint was saved with {then[name]}, and its factors fit the "
+                "blocks and owners of that value alone; use it, or load the weights alone with --no-load-optim"
             )
+
+
+def _resolved(config: ShampooConfig, args: Any) -> dict[str, Any]:
+    """Settings of the grid, with the alignment that stands for none."""
+    values = {name: getattr(config, name) for name in _GRID}
+    return values | {"tp_alignment": config.tp_alignment or args.tensor_model_parallel_size}
 
 
 def _saved_arguments(args: Any) -> Any:

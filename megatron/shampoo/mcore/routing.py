@@ -22,8 +22,9 @@ class Route:
 
     name: str
     """Global name: layers and experts numbered over all stages and expert-parallel ranks."""
+    is_expert: bool
     family: str
-    """`layer` or `expert`."""
+    """What its unit is; layers of multi-token prediction are numbered apart from the decoder's."""
     unit: int
     """Global index of its layer; for an expert, of the expert among all layers' experts."""
     parameter: Tensor
@@ -95,7 +96,13 @@ def _route(
     if parts and any(min(part.global_shape) == 1 for part in parts):
         parts, reason = (), "a side of 1"
     return Route(
-        name=name, family="expert" if expert else "layer", unit=unit, parameter=parameter, parts=parts, reason=reason
+        name=name,
+        is_expert=expert,
+        family=("mtp-" if name.startswith("mtp.") else "") + ("expert" if expert else "layer"),
+        unit=unit,
+        parameter=parameter,
+        parts=parts,
+        reason=reason,
     )
 
 

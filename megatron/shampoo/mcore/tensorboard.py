@@ -11,49 +11,57 @@ import torch.distributed as dist
 from megatron.shampoo.optimizer import Shampoo
 
 
-def time_next_step(optimizers: Sequence[Shampoo], iteration: int) -> None:
+def time_next_step(optimizers: Sequence[Shampoo], iteration: int, interval: int) -> None:
     """Switch the clocks on where the next step will be logged: timing costs a device synchronisation.
 
     Args:
         optimizers: this rank's.
         iteration: of the step to come, counted from 1.
+        interval: `--shampoo-log-interval`.
     """
     for optimizer in optimizers:
-        optimizer.clock.enabled = _is_logged(optimizer, iteration)
+        optimizer.clock.enabled = _is_logged(iteration, interval)
 
 
-def log_step(optimizers: Sequence[Shampoo], iteration: int, writer: Any) -> None:
+def log_step(optimizers: Sequence[Shampoo], iteration: int, interval: int, writer: Any) -> None:
     """Write the metrics of the step just taken, if its turn has come.
 
     Args:
-        optimizers: this rank's.
+        optimizers: this rank's; may be none.
         iteration: of the step, counted from 1.
+        interval: `--shampoo-log-interval`.
         writer: Megatron's TensorBoard writer; None on ranks without one.
 
-    Collective: every rank of each optimizer's data-parallel group, in logged steps.
+    Collective: every rank, in logged steps.
     """
-    for number, optimizer in enumerate(optimizers):
-        if not _is_logged(optimizer, iteration) or not optimizer.plan.blocks:
+    if not _is_logged(iteration, interval):
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [_figures(optimizer) for optimizer in optimizers])
+    if dist.get_rank() < dist.get_world_size() - 1:
+        return
+    for family, prefix in ((False, "shampoo"), (True, "shampoo-expert")):
+        figures = [it for of_rank in everyone for it in of_rank if it["is_expert"] is family and it["blocks"]]
+        if not figures:
             continue
-        values = _summary(_gathered(optimizer))
-        prefix = "shampoo" if number == 0 else "shampoo-expert"
+        values = _summary(figures)
         if writer is not None:
             for name, value in values.items():
                 writer.add_scalar(f"{prefix}/{name}", value, iteration)
-        if dist.get_rank() == dist.get_world_size() - 1:
-            shown = " | ".join(f"{name}: {value:.4g}" for name, value in values.items())
-            print(f" {prefix} at iteration {iteration} (this pipeline stage) | {shown}", flush=True)
+        shown = " | ".join(f"{name}: {value:.4g}" for name, value in values.items())
+        print(f" {prefix} at iteration {iteration} | {shown}", flush=True)
 
 
-def _is_logged(optimizer: Shampoo, iteration: int) -> bool:
-    interval = optimizer.config.log_interval
+def _is_logged(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
 
 
-def _gathered(optimizer: Shampoo) -> list[dict[str, Any]]:
-    """Figures of every rank of the data-parallel group."""
+def _figures(optimizer: Shampoo) -> dict[str, Any]:
+    """Figures of one optimizer of one rank."""
     ages = [(state.num_updates - state.refreshed_at).tolist() for state in optimizer.states]
-    own = {
+    return {
+        "is_expert": bool(optimizer.param_groups[0]["is_expert_parallel"]),
+        "blocks": len(optimizer.plan.blocks),
         "refreshes": optimizer.metrics.refreshes,
         "bytes": optimizer.planned_bytes,
         "ages": [age for stack in ages for age in stack],
@@ -61,12 +69,6 @@ def _gathered(optimizer: Shampoo) -> list[dict[str, Any]]:
         "ratios": [value for ratio in optimizer.metrics.graft_ratios for value in ratio.tolist()],
         "seconds": optimizer.clock.seconds(),
     }
-    group = optimizer.placement.group
-    everyone: list[Any] = [None] * optimizer.placement.num_ranks
-    if group is None or len(everyone) == 1:
-        return [own]
-    dist.all_gather_object(everyone, own, group=group)
-    return everyone
 
 
 def _summary(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:

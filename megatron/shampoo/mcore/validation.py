@@ -40,6 +40,8 @@ _REFUSALS = (
     ),
     _Refusal("use_mup", _OFF, "--use-mup", "leave it out: its learning-rate rules are Adam's"),
     _Refusal("qk_clip", _OFF, "--qk-clip", "leave it out: it reads whole main parameters, ours are sharded"),
+    _Refusal("moe_mlp_glu_interleave_size", _OFF, "--moe-mlp-glu-interleave-size", "leave it out"),
+    _Refusal("moe_shared_expert_glu_interleave_size", _OFF, "--moe-shared-expert-glu-interleave-size", "leave it out"),
     _Refusal("moe_use_upcycling", _OFF, "--moe-use-upcycling", "upcycle with --optimizer adam first"),
 )
 
@@ -96,6 +98,15 @@ def _check_alignment(config: ShampooConfig, args: Any) -> None:
         "key rows (query groups x head width)": groups * args.kv_channels,
         "--ffn-hidden-size": args.ffn_hidden_size,
     }
+    if args.num_experts:
+        lengths["--moe-ffn-hidden-size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
+        lengths["--moe-shared-expert-intermediate-size"] = args.moe_shared_expert_intermediate_size or 0
+        expert_size = args.expert_tensor_parallel_size or size
+        if alignment is not None and alignment % expert_size:
+            raise ValueError(
+                f"--shampoo-tp-alignment {alignment}: allowed are multiples of "
+                f"--expert-tensor-parallel-size {expert_size}"
+            )
     for name, length in lengths.items():
         if alignment is not None and length % alignment:
             raise ValueError(

@@ -71,16 +71,17 @@ def wrap_step_with_ready_grads(original: Callable) -> Callable:
         from megatron.shampoo.mcore import guard, tensorboard
         from megatron.shampoo.mcore.build import shampoo_of
 
-        optimizers = shampoo_of(self)
-        if not optimizers:
+        args = get_args()
+        if not is_ours(args):
             return original(self)
+        optimizers = shampoo_of(self)
         if not guard.is_finite(getattr(self, "last_grad_norm", None)):
             guard.report_skipped_step(optimizers, self.last_grad_norm)
             return False
-        iteration = get_args().curr_iteration + 1
-        tensorboard.time_next_step(optimizers, iteration)
+        iteration, interval = args.curr_iteration + 1, config_of(args).log_interval
+        tensorboard.time_next_step(optimizers, iteration, interval)
         successful = original(self)
-        tensorboard.log_step(optimizers, iteration, get_tensorboard_writer())
+        tensorboard.log_step(optimizers, iteration, interval, get_tensorboard_writer())
         return successful
 
     return step_with_ready_grads

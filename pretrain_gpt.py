@@ -80,7 +80,8 @@ def main() -> None:
     store = None
     if args.inprocess_restart:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    model = gpt_config_from_args(args)
+    with reported_to_user(PROGRAM):
+        model = gpt_config_from_args(args)
     model.pre_wrap_hooks.append(padding_masker(get_tokenizer().vocab_size))
     config = pretrain_cfg_container_from_args(args, model)
     pretrain(config, train_valid_test_datasets, ModelType.encoder_or_decoder, forward_step, store=store)

@@ -28,6 +28,7 @@ def arguments(**values: Any) -> SimpleNamespace:
         "optimizer": "adam", "second_order_optimizer": "shampoo", "tensor_model_parallel_size": 2,
         "group_query_attention": False, "num_query_groups": None, "num_attention_heads": 4, "kv_channels": 16,
         "ffn_hidden_size": 256, "save": None, "load": None, "ckpt_format": "torch_dist", "no_save_optim": None,
+        "num_experts": None,
         **{f"shampoo_{name}": None for name in ShampooConfig.__dataclass_fields__},
     }  # fmt: skip
     return SimpleNamespace(**{**given, **values})

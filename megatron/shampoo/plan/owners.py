@@ -44,8 +44,10 @@ def assign_owners(
     cost = [block_cost(block.shape, refresh_interval) for block in blocks]
     load = [0.0] * num_ranks
     owners = [0] * len(blocks)
-    # Dearest first (ties in the plan's order): the greedy rule that balances best.
-    for index in sorted(range(len(blocks)), key=lambda index: (-cost[index], index)):
+    # Dearest first: the greedy rule that balances best. Equal blocks in the order of their refresh turns, so that those
+    # of one turn are dealt out to different ranks and no rank has all the roots of a step.
+    turn = [block.ordinal % refresh_interval for block in blocks]
+    for index in sorted(range(len(blocks)), key=lambda index: (-cost[index], turn[index], index)):
         most = max((fragment.numel for fragment in fragments[index]), default=0)
         holders = [fragment.rank for fragment in fragments[index] if fragment.numel == most]
         candidates: Sequence[int] = holders or range(num_ranks)

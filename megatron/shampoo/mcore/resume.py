@@ -32,7 +32,6 @@ _LAYOUT = (
     "hidden_size",
     "ffn_hidden_size",
     "num_attention_heads",
-    "num_query_groups",
     "swiglu",
     "untie_embeddings_and_output_weights",
     "padded_vocab_size",

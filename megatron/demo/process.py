@@ -83,7 +83,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    launcher = psutil.Process(process.pid)
+    launcher, group = psutil.Process(process.pid), os.getpgid(process.pid)
     family = launcher.children(recursive=True)
     launcher.terminate()
     with suppress(subprocess.TimeoutExpired):
@@ -93,6 +93,9 @@ def _end(process: subprocess.Popen[str]) -> None:
             for child in member.children(recursive=True):  # started since
                 child.kill()
             member.kill()
+    if group != os.getpgrp():  # whoever the list of children has missed
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     psutil.wait_procs(family, timeout=GRACE_SECONDS)
     process.wait()
 

@@ -18,6 +18,9 @@ GRACE_SECONDS = 10.0
 _ERROR = re.compile(r"(\[rank\d+\]: )?(([\w./-]+: )?error: |[\w.]*(Error|Exception|Interrupt|Exit)(: |$))")
 
 
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @contextmanager
 def running(
     command: Sequence[str], *, log: Path, cwd: Path, env: Mapping[str, str]
@@ -35,15 +38,26 @@ def running(
     Yields:
         The process and the lines of its output, as they come.
     """
-    process = subprocess.Popen(
-        command, cwd=cwd, env={**os.environ, **env}, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        encoding="utf-8", errors="replace",
-    )  # fmt: skip
+    # An interrupt waits until the child is known: one between its start and the `try` would leave it behind.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
     try:
-        yield process, _copy_lines(process, log)
+        process = subprocess.Popen(
+            command, cwd=cwd, env={**os.environ, **env}, start_new_session=True,
+            preexec_fn=_unblock,  # the child inherits the mask
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            encoding="utf-8", errors="replace",
+        )  # fmt: skip
+        try:
+            _unblock()
+            yield process, _copy_lines(process, log)
+        finally:
+            stop(process)
     finally:
-        stop(process)
+        _unblock()
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
 
 
 def _copy_lines(process: subprocess.Popen[str], log: Path) -> Iterator[str]:
@@ -72,9 +86,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Ignore an impatient second Ctrl-C, which would leave processes behind."""
-    before = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _INTERRUPTS}
     try:
         yield
     finally:

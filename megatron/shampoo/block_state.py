@@ -28,7 +28,7 @@ MAX_FAILURES_IN_A_ROW = 3
 """Failed refreshes of one root before the run stops. Source: Distributed Shampoo's tolerance."""
 
 MAX_BATCH_NUMEL = 1 << 27
-"""Elements of the largest batch of matrices decomposed at once (0.5 GiB in float32): bounds the workspace."""
+"""Elements of the largest batch of matrices decomposed at once, 1 GiB in float64: bounds the workspace."""
 
 
 class StackState:

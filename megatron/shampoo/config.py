@@ -82,7 +82,7 @@ class ShampooConfig:
 
     log_interval: int = _knob(
         100,
-        "steps between two writes of the optimizer's own metrics to TensorBoard (0: never)",
+        "steps between two writes of the metrics to the log and to TensorBoard (0: never)",
         "an integer >= 0",
     )
     """Steps."""

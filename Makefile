@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint format freeze clean
+.PHONY: help install demo bench compare test lint format freeze clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,12 @@ $(STAMP): constraints.txt pyproject.toml setup.py .python-version
 
 demo: $(STAMP)  ## train a small GPT with Shampoo on 4 CPU processes, about 4 minutes (DEMO="--help" for options)
 	@$(RUN) tools/demo.py $(DEMO)
+
+bench: $(STAMP)  ## time the optimizers against each other, about 25 minutes (BENCH="--help" for options)
+	@$(RUN) tools/bench.py $(BENCH)
+
+compare: $(STAMP)  ## train a small GPT with every optimizer, rates tuned, more than an hour (COMPARE="--help" for options)
+	@$(RUN) tools/compare.py $(COMPARE)
 
 test: $(STAMP)  ## run the whole test suite (TESTS="tests/unit -k plan" for a part)
 	@$(RUN) -m pytest $(TESTS)

@@ -1,75 +1,127 @@
-"""State of the blocks that a rank owns, stacked by shape, and the refresh of their inverse roots by turns."""
+"""State of the blocks that a rank owns, stacked by shape: factors, roots, eigenbases, moments, counters."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from megatron.shampoo.config import ShampooConfig
+from megatron.shampoo.config import Precision, ShampooConfig
+from megatron.shampoo.linalg.basis import carry_weights
+from megatron.shampoo.linalg.precision import full_float32
+from megatron.shampoo.methods import Application, Estimator, recipe_of, root_of
 from megatron.shampoo.plan.plan import Plan
 from megatron.shampoo.plan.schedule import Stack
-from megatron.shampoo.preconditioner.factors import bias_correction
-from megatron.shampoo.preconditioner.refresh import refresh_roots
+from megatron.shampoo.preconditioner.ladder import Task
 
-logger = logging.getLogger("megatron.shampoo")
+SIDES = ("left", "right")
 
-ROOT = 4
-"""p of the inverse root on either side. Source: Gupta et al. 2018, 2 x the number of dimensions."""
 
-DECOMPOSITION = torch.float64
-"""Precision of the eigendecompositions. In float32 the eigenvalues of a singular factor are off by a tenth of the
-default damping, so that two layouts of one run drift apart eight times as fast (tests/integration/test_layouts.py)."""
+class FactorState:
+    """One side of a stack: `count` factors of size d x d and what is made of them."""
 
-MAX_FAILURES_IN_A_ROW = 3
-"""Failed refreshes of one root before the run stops. Source: Distributed Shampoo's tolerance."""
+    def __init__(
+        self, side: str, stack: Stack, config: ShampooConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Allocate everything at once: a checkpoint's structure must not change after the first step.
 
-MAX_BATCH_NUMEL = 1 << 27
-"""Elements of the largest batch of matrices decomposed at once, 1 GiB in float64: bounds the workspace."""
+        Args:
+            side: `left` or `right`.
+            stack: the blocks.
+            config: method and data types.
+            device: of all tensors.
+            dtype: of products, and of storage where the configuration does not say bfloat16.
+        """
+        recipe = recipe_of(config)
+        self.side = side
+        count, self.size = len(stack.blocks), stack.shape[SIDES.index(side)]
+        root = root_of(stack.sides, config) if recipe.application is Application.ROOT else None
+        self.task = Task(root=root, trace_scaled=root == 2 and all(stack.sides), epsilon=config.epsilon)
+        stored = torch.bfloat16 if config.factor_dtype is Precision.BF16 else dtype
+        self.factor = torch.zeros(count, self.size, self.size, device=device, dtype=stored)
+        """Moving average of (G/scale)(G/scale)' or of its whitened form; the lower triangle counts."""
+        stored = torch.bfloat16 if config.root_dtype is Precision.BF16 else dtype
+        identity = torch.eye(self.size, device=device, dtype=stored).repeat(count, 1, 1)
+        self.inverse = identity
+        """Inverse root, or eigenbasis for the methods that are applied in it."""
+        self.basis = identity.clone() if root is not None and recipe.keeps_basis else None
+        """Eigenbasis behind an inverse root, for the solver that tracks it."""
+        has_eigenvalues = recipe.estimator is Estimator.KL
+        self.eigenvalues = torch.zeros(count, self.size, device=device, dtype=dtype) if has_eigenvalues else None
+        """Averaged eigenvalues in the basis."""
+        self.condition = torch.ones(count, device=device, dtype=dtype)
+        """Condition number of the damped factor at the last refresh; NaN where the solver does not know it."""
+        self.failures = torch.zeros(count, dtype=torch.long)
+        """Failed refreshes in a row."""
+
+    @property
+    def tracked(self) -> Tensor | None:
+        """Eigenbases of the last refresh, where they are kept."""
+        return self.inverse if self.task.root is None else self.basis
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the state by name."""
+        for name in ("factor", "inverse", "basis", "eigenvalues", "condition", "failures"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
 
 
 class StackState:
-    """Factor matrices, inverse roots and counters of one stack of equal-shaped blocks.
+    """Everything kept for one stack of equal-shaped blocks.
 
-    `left` and `left_root` are `(blocks, m, m)`, `right` and `right_root` `(blocks, n, n)`. Counters live on the CPU,
-    where the schedule is decided without a device synchronisation.
+    Counters that decide the schedule live on the CPU, where it is decided without a device synchronisation.
     """
 
-    TENSORS = ("left", "right", "left_root", "right_root", "condition", "num_updates", "refreshed_at", "failures")
-
-    def __init__(self, stack: Stack, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate everything at once: a checkpoint's structure must not change after the first step.
+    def __init__(
+        self, stack: Stack, plan: Plan, config: ShampooConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Allocate everything at once.
 
         Args:
             stack: the blocks.
             plan: for names and refresh turns.
+            config: method, data types and refresh interval.
             device: of factors and roots.
-            dtype: of factors and roots.
+            dtype: of products.
         """
         self.stack = stack
-        count, (rows, columns) = len(stack.blocks), stack.shape
+        count = len(stack.blocks)
         self.names = [plan.name_of(block) for block in stack.blocks]
-        turns = [plan.blocks[block].ordinal % plan.refresh_interval for block in stack.blocks]
+        turns = [plan.blocks[block].ordinal % config.refresh_interval for block in stack.blocks]
         self.turn = torch.tensor(turns, dtype=torch.long)
-        self.left = torch.zeros(count, rows, rows, device=device, dtype=dtype)
-        self.right = torch.zeros(count, columns, columns, device=device, dtype=dtype)
-        self.left_root = torch.eye(rows, device=device, dtype=dtype).repeat(count, 1, 1)
-        self.right_root = torch.eye(columns, device=device, dtype=dtype).repeat(count, 1, 1)
-        self.condition = torch.ones(count, 2, device=device, dtype=dtype)
-        """Condition number of the damped left and right factor at the last refresh."""
+        self.left, self.right = (
+            FactorState(side, stack, config, device, dtype) if present else None
+            for side, present in zip(SIDES, stack.sides, strict=True)
+        )
+        self.scale = torch.zeros(count, device=device, dtype=dtype)
+        """Power of two that gradients are divided by before products; zero until a gradient is not zero."""
+        recipe = recipe_of(config)
+        in_basis = recipe.application is Application.ADAM
+        self.second_moment = torch.zeros(count, *stack.shape, device=device, dtype=dtype) if in_basis else None
+        """Second moment of G/scale in the eigenbasis."""
+        averages = recipe.estimator is Estimator.KL
+        self.num_averaged = torch.zeros(count, device=device, dtype=dtype) if averages else None
+        """Gradients in the averaged eigenvalues: those that were not zero."""
         self.num_updates = torch.zeros(count, dtype=torch.long)
         """Gradients accumulated into the factors of each block."""
         self.refreshed_at = torch.zeros(count, dtype=torch.long)
         """`num_updates` at the last refresh."""
-        self.failures = torch.zeros(count, 2, dtype=torch.long)
-        """Failed refreshes in a row of the left and right root."""
+
+    @property
+    def sides(self) -> tuple[FactorState, ...]:
+        """The sides that have factors."""
+        return tuple(side for side in (self.left, self.right) if side is not None)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors by name; not copied."""
-        return {name: getattr(self, name) for name in self.TENSORS}
+        state = {f"{side.side}.{name}": tensor for side in self.sides for name, tensor in side.named_tensors()}
+        for name in ("scale", "second_moment", "num_averaged", "num_updates", "refreshed_at"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                state[name] = tensor
+        return state
 
     def check_state_dict(self, state: dict[str, Tensor]) -> None:
         """Refuse a state that does not fit.
@@ -77,14 +129,17 @@ class StackState:
         Raises:
             ValueError: a tensor is missing, unknown or of another shape.
         """
-        if set(state) != set(self.TENSORS):
-            raise ValueError(f"state of blocks {self.stack.shape} has {sorted(state)}, expected {sorted(self.TENSORS)}")
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise ValueError(
+                f"state of blocks {self.stack.shape} has {sorted(state)}, expected {sorted(own)}: "
+                "another --shampoo-method, --shampoo-side or --shampoo-solver saved it"
+            )
         for name, saved in state.items():
-            mine = getattr(self, name)
-            if mine.shape != saved.shape:
+            if own[name].shape != saved.shape:
                 raise ValueError(
                     f"{name} of the {len(self.names)} blocks {self.stack.shape} (first: {self.names[0]}) has shape "
-                    f"{tuple(saved.shape)} in the saved state and {tuple(mine.shape)} here: the block grid or the "
+                    f"{tuple(saved.shape)} in the saved state and {tuple(own[name].shape)} here: the block grid or the "
                     "owners differ"
                 )
 
@@ -95,8 +150,9 @@ class StackState:
             ValueError: a tensor is missing, unknown or of another shape.
         """
         self.check_state_dict(state)
+        own = self.state_dict()
         for name, saved in state.items():
-            getattr(self, name).copy_(saved)
+            own[name].copy_(saved)
 
     def due(self, config: ShampooConfig, active: Tensor) -> Tensor:
         """Slots that refresh in this step.
@@ -114,107 +170,23 @@ class StackState:
         doubled = ((count & (count - 1)) == 0) & (count < config.refresh_interval)
         return active[(count == config.start_step) | ((count > config.start_step) & (turn | doubled))]
 
+    def change_basis(self, side: FactorState, slots: Tensor, new: Tensor) -> None:
+        """Put new eigenbases in place, and carry what is expressed in the old ones along.
 
-class _Due(NamedTuple):
-    """Factor matrices of one side of one stack that are to be refreshed."""
-
-    state: StackState
-    side: int
-    slots: Tensor
-
-    @property
-    def factor(self) -> Tensor:
-        return self.state.left if self.side == 0 else self.state.right
-
-    @property
-    def root(self) -> Tensor:
-        return self.state.left_root if self.side == 0 else self.state.right_root
-
-
-def refresh_due(states: Sequence[StackState], active: Sequence[Tensor], config: ShampooConfig) -> int:
-    """Refresh the inverse roots of all blocks whose turn it is, batched over equal sizes of all stacks.
-
-    Args:
-        states: of the stacks.
-        active: for each stack the slots whose factors were updated in this step.
-        config: schedule, damping, averaging.
-
-    Returns:
-        Number of root computations (two per block).
-
-    Raises:
-        RuntimeError: a root failed for the third time in a row; names the block.
-    """
-    by_size: dict[int, list[_Due]] = {}
-    for state, slots in zip(states, active, strict=True):
-        due = state.due(config, slots)
-        if due.numel():
-            for side, size in enumerate(state.stack.shape):
-                by_size.setdefault(size, []).append(_Due(state, side, due))
-            state.refreshed_at[due] = state.num_updates[due]
-    count = 0
-    for size in sorted(by_size):
-        for batch in _batches(by_size[size], max(1, MAX_BATCH_NUMEL // (size * size))):
-            _refresh_batch(batch, config)
-            count += sum(part.slots.numel() for part in batch)
-    return count
-
-
-def _batches(parts: list[_Due], most: int) -> Iterator[list[_Due]]:
-    """Group into batches of at most `most` matrices."""
-    batch: list[_Due] = []
-    room = most
-    for part in parts:
-        slots = part.slots
-        while slots.numel():
-            batch.append(part._replace(slots=slots[:room]))
-            room, slots = room - batch[-1].slots.numel(), slots[room:]
-            if room == 0:
-                yield batch
-                batch, room = [], most
-    if batch:
-        yield batch
-
-
-def _refresh_batch(batch: list[_Due], config: ShampooConfig) -> None:
-    factors, previous = [], []
-    for part in batch:
-        slots = part.slots.to(part.factor.device)
-        weight = bias_correction(config.factor_beta, part.state.num_updates[part.slots]).to(part.factor)
-        factors.append(part.factor[slots] / weight[:, None, None])
-        previous.append(part.root[slots])
-    result = refresh_roots(torch.cat(factors), torch.cat(previous), ROOT, config.epsilon, DECOMPOSITION)
-    retried, failed = result.retried.cpu(), result.failed.cpu()
-    start = 0
-    for part in batch:
-        stop = start + part.slots.numel()
-        slots = part.slots.to(part.factor.device)
-        part.root[slots] = result.root[start:stop]
-        good = ~failed[start:stop]
-        part.state.condition[slots[good.to(slots.device)], part.side] = result.condition[start:stop][
-            good.to(slots.device)
-        ]
-        if bool(retried[start:stop].any()):
-            _count_failures(part, retried[start:stop], failed[start:stop])
-        else:
-            part.state.failures[part.slots, part.side] = 0
-        start = stop
-
-
-def _count_failures(part: _Due, retried: Tensor, failed: Tensor) -> None:
-    """Name failed roots in the log, count them in a row, stop at the limit."""
-    failures = part.state.failures
-    failures[part.slots, part.side] = torch.where(failed, failures[part.slots, part.side] + 1, 0)
-    for index in retried.nonzero().flatten().tolist():
-        slot = int(part.slots[index])
-        name = f"{'left' if part.side == 0 else 'right'} root of {part.state.names[slot]}"
-        if not failed[index]:
-            logger.warning("%s failed at first and was computed again from a copy", name)
-            continue
-        in_a_row = int(failures[slot, part.side])
-        logger.warning("%s failed again from a copy: the previous root stays (%d in a row)", name, in_a_row)
-        if in_a_row >= MAX_FAILURES_IN_A_ROW:
-            raise RuntimeError(
-                f"{name} failed {in_a_row} times in a row: its factor matrix is not finite or the solver is broken; "
-                "lower the learning rate or raise --shampoo-epsilon, and look for non-finite gradients"
-            )
+        Args:
+            side: left or right.
+            slots: `(batch,)`, on the device.
+            new: `(batch, d, d)`.
+        """
+        if self.second_moment is not None or side.eigenvalues is not None:
+            old = side.inverse[slots].to(new)
+            with full_float32():
+                weights = carry_weights(new, old)
+                if side.eigenvalues is not None:
+                    carried = torch.bmm(weights, side.eigenvalues[slots].unsqueeze(-1))
+                    side.eigenvalues[slots] = carried.squeeze(-1)
+                if self.second_moment is not None:
+                    moment = self.second_moment[slots]
+                    is_left = side is self.left
+                    self.second_moment[slots] = torch.bmm(weights, moment) if is_left else torch.bmm(moment, weights.mT)
+        side.inverse[slots] = new.to(side.inverse)

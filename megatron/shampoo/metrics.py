@@ -14,7 +14,11 @@ class StepMetrics:
     """Figures of the last step of this rank; tensors stay on the device until somebody reads them."""
 
     refreshes: int = 0
-    """Inverse roots computed in this step."""
+    """Inverse roots and eigenbases computed in this step."""
+    skipped: int = 0
+    """Refreshes skipped, since the old eigenbasis still fits."""
+    failed: int = 0
+    """Refreshes that no solver could do."""
     graft_ratios: list[Tensor] = dataclasses.field(default_factory=list)
     """For each stack, norm of the grafting step over that of the preconditioned momentum, by block."""
 

@@ -16,32 +16,55 @@ Without the distributed optimizer 2 is empty and 6 is one all-gather.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
-from megatron.shampoo.block_state import StackState, refresh_due
+from megatron.shampoo.block_state import StackState
 from megatron.shampoo.collective.exchange import BlockExchange, DirectionGather, Inbox
 from megatron.shampoo.collective.views import gather, scatter_add
-from megatron.shampoo.config import Grafting, ShampooConfig
+from megatron.shampoo.config import Grafting, MomentumPlacement, ShampooConfig
+from megatron.shampoo.elementwise import ADAM_STATE, adamw_, decay_, penalised
+from megatron.shampoo.methods import Application, recipe_of
 from megatron.shampoo.metrics import PhaseClock, StepMetrics
 from megatron.shampoo.placement import Placement, check_same_plan, place_alone
 from megatron.shampoo.plan.plan import make_plan
 from megatron.shampoo.plan.schedule import make_schedule
-from megatron.shampoo.preconditioner.apply import apply_roots, graft_norm_
-from megatron.shampoo.preconditioner.factors import update_factors_
-from megatron.shampoo.preconditioner.moments import adam_step, update_moments_
+from megatron.shampoo.preconditioner.moments import (
+    grafting_steps,
+    looked_ahead,
+    momentum_weight,
+    update_first_,
+    update_second_,
+)
+from megatron.shampoo.refreshing import refresh_due
+from megatron.shampoo.stack_step import (
+    Hyper,
+    accumulate,
+    direction,
+    finish,
+    grafts_by_momentum,
+    per_block,
+    refresh_rotated_,
+    untouched,
+)
 
-ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
-"""State of every parameter, under the names that `torch.optim.AdamW` uses: Megatron's checkpoints know them."""
+
+class _Work(NamedTuple):
+    """What the directions of a stack need of its gradient."""
+
+    gradient: Tensor
+    """Normalised, `(blocks, m, n)`."""
+    rotated: Tensor | None
+    """In the eigenbases of before this step's refresh, where the method has computed it."""
 
 
 class Shampoo(torch.optim.Optimizer):
-    """Shampoo with blocks, staggered refresh and grafting for matrices; AdamW for everything else.
+    """A Kronecker-factored preconditioner on blocks of matrices, refreshed by turns; AdamW for everything else.
 
-    For a block with gradient G, momentum M and grafting step P, every step:
+    The formulas of every method are in docs/methods.md and in `preconditioner`. For a block with gradient G, momentum M
+    and grafting step P, the method `shampoo` does every step:
     L <- b L + (1-b) GG', R <- b R + (1-b) G'G, U = L^(-1/4) M R^(-1/4), W <- (1 - lr wd) W - lr |P|/|U| U,
     with the roots of bias-corrected L and R recomputed every `refresh_interval` steps.
 
@@ -93,7 +116,7 @@ class Shampoo(torch.optim.Optimizer):
             _check_group(group)
         self.config = config or ShampooConfig()
         self._alone = placement is None
-        self.placement = placement or place_alone(self.param_groups, self.config.tp_alignment)
+        self.placement = placement or place_alone(self.param_groups, self.config)
         self.plan = make_plan(
             self.placement.parameters, self.placement.num_ranks, self.config, self.placement.tp_alignment
         )
@@ -104,18 +127,29 @@ class Shampoo(torch.optim.Optimizer):
         place = self.placement
         self._dtype = place.dtype
         self.schedule = make_schedule(self.plan, place.rank)
-        self.states = [StackState(stack, self.plan, place.device, self._dtype) for stack in self.schedule.stacks]
+        self.recipe = recipe_of(self.config)
+        """The method, with every default filled in."""
+        self.states = [
+            StackState(stack, self.plan, self.config, place.device, self._dtype) for stack in self.schedule.stacks
+        ]
         self._slots = [
             [torch.tensor([pair[side] for pair in pairs], dtype=torch.long, device=place.device) for side in (0, 1)]
             for pairs in self.schedule.unpack_slots
         ]
+        self._first_lr = [group["lr"] for group in self.param_groups]
         self._index = {id(shard): index for index, shard in enumerate(place.shards) if shard is not None}
+        self._group_numbers = {
+            self._index[id(parameter)]: number
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if id(parameter) in self._index
+        }
         # Replicated parameters: nothing travels to the owners, directions are gathered from them.
         gathers = self.plan.replicated and place.num_ranks > 1
         self._directions = DirectionGather(self.plan, place.group, place.device, self._dtype) if gathers else None
         self._exchange = BlockExchange(self.schedule, None if gathers else place.group, place.device, self._dtype)
         self.num_root_computations = 0
-        """Inverse roots that this rank has computed, ever."""
+        """Inverse roots and eigenbases that this rank has computed, ever."""
         self.metrics = StepMetrics()
         self.clock = PhaseClock(place.device)
         for group in self.param_groups:
@@ -178,9 +212,6 @@ class Shampoo(torch.optim.Optimizer):
         Returns:
             The closure's loss.
 
-        Raises:
-            RuntimeError: a root failed for the third time in a row.
-
         Collective: every rank of the placement's group.
         """
         loss = None
@@ -188,112 +219,166 @@ class Shampoo(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.clock.start()
-        gradients, grafts = self._moments()
+        gradients, inputs, grafts = self._moments()
         self.clock.mark("moments")
         if self.plan.parameters:
-            self._precondition(gradients, grafts)
+            self._precondition(gradients, inputs, grafts)
         return loss
 
     # -- phase 1
 
-    def _moments(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Update moments; take AdamW steps. Returns flat gradients and grafting steps of the plan's parameters."""
-        gradients: list[Tensor | None] = [None] * len(self.placement.shards)
-        grafts: list[Tensor | None] = [None] * len(self.placement.shards)
-        for group in self.param_groups:
+    def _moments(self) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+        """Update moments; take AdamW steps.
+
+        Returns:
+            Flat gradients, what is preconditioned, and grafting steps of the plan's parameters. What is preconditioned
+            is None where that is the gradient itself.
+        """
+        count = len(self.placement.shards)
+        gradients: list[Tensor | None] = [None] * count
+        inputs: list[Tensor | None] = [None] * count
+        grafts: list[Tensor | None] = [None] * count
+        for number, group in enumerate(self.param_groups):
             ready = [parameter for parameter in group["params"] if parameter.grad is not None]
-            self._adamw(group, [parameter for parameter in ready if not self.is_preconditioned(parameter)])
+            rest = [parameter for parameter in ready if not self.is_preconditioned(parameter)]
+            mode = self.config.weight_decay_mode
+            adamw_(group, rest, [self.state[parameter] for parameter in rest], mode, self._peak_lr(number))
             ready = [parameter for parameter in ready if self.is_preconditioned(parameter)]
             if not ready:
                 continue
-            states = [self.state[parameter] for parameter in ready]
-            own = [parameter.grad.to(self._dtype) for parameter in ready]
-            first, second = ([state[key] for state in states] for key in ADAM_STATE[1:])
-            update_moments_(own, first, second, group["betas"])
-            for state in states:
-                state["step"] += 1
-            steps = [int(state["step"]) for state in states]
-            # The grafting step up to a factor that is common to a parameter, see _inputs_and_scale.
-            graft = adam_step(first, second, steps, group["betas"], group["eps"]) if self._grafts_adam else first
-            for parameter, gradient, step in zip(ready, own, graft, strict=True):
-                gradients[self._index[id(parameter)]] = gradient.reshape(-1)
-                grafts[self._index[id(parameter)]] = step.view(-1)
-        return gradients, grafts
+            own = penalised(group, [parameter.grad.to(self._dtype) for parameter in ready], ready, mode)
+            x, graft = self._momentum_of(group, ready, own)
+            for parameter, *found in zip(ready, own, x, graft, strict=True):
+                index = self._index[id(parameter)]
+                gradients[index], inputs[index], grafts[index] = (tensor.reshape(-1) for tensor in found)
+        return gradients, inputs, grafts
+
+    def _momentum_of(
+        self, group: dict[str, Any], parameters: list[Tensor], own: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Update the moments of one group's preconditioned parameters.
+
+        Returns:
+            What is preconditioned, and the grafting steps (those of plain momentum without any correction, see
+            `_norms`).
+        """
+        config, (beta1, beta2) = self.config, group["betas"]
+        states = [self.state[parameter] for parameter in parameters]
+        for state in states:
+            state["step"] += 1
+        first, second = ([state[key] for state in states] for key in ADAM_STATE[1:])
+        update_second_(own, second, beta2, self.recipe.grafting)
+        x = own
+        if self._averages_gradients:
+            update_first_(own, first, beta1)
+            x = looked_ahead(own, first, beta1) if config.nesterov else first
+        if grafts_by_momentum(self.recipe.grafting):
+            return x, x
+        steps = [int(state["step"]) for state in states]
+        corrects_first = config.bias_correction and self._averages_gradients
+        corrects_second = config.bias_correction and self.recipe.grafting is Grafting.ADAM
+        weights = (
+            [momentum_weight(beta1, step, config.nesterov) if corrects_first else 1.0 for step in steps],
+            [momentum_weight(beta2, step, False) if corrects_second else 1.0 for step in steps],
+        )
+        return x, grafting_steps(x, second, weights, group["eps"])
 
     @property
-    def _grafts_adam(self) -> bool:
-        return self.config.grafting is Grafting.ADAM
+    def _averages_gradients(self) -> bool:
+        return self.config.momentum_placement is MomentumPlacement.BEFORE
 
-    def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        if not parameters:
-            return
-        states = [self.state[parameter] for parameter in parameters]
-        step, first, second = ([state[key] for state in states] for key in ADAM_STATE)
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],  # type: ignore[misc]
-            first,
-            second,
-            [],
-            step,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+    def _peak_lr(self, group: int) -> float:
+        """The learning rate that the schedule of a group scales: Megatron's, or what the group was made with."""
+        peak = self.param_groups[group].get("max_lr")
+        return float(self._first_lr[group] if peak is None else peak)
 
     # -- phases 2 to 7
 
-    def _precondition(self, gradients: list[Tensor | None], grafts: list[Tensor | None]) -> None:
-        inputs, scale = self._inputs_and_scale(gradients, grafts)
+    def _precondition(
+        self, gradients: list[Tensor | None], inputs: list[Tensor | None], grafts: list[Tensor | None]
+    ) -> None:
+        before_start = self._before_start(gradients)
+        if self._averages_gradients:
+            inputs = [graft if early else x for x, graft, early in zip(inputs, grafts, before_start, strict=True)]
         inbox = self._exchange.to_owners(gradients, inputs, grafts)
         self.clock.mark("exchange")
         active = [self._active(state, gradients) for state in self.states]
-        for number, state in enumerate(self.states):
+        work = [
             self._accumulate(number, state, active[number], gradients, inbox)
+            for number, state in enumerate(self.states)
+        ]
         self.clock.mark("accumulate")
-        self.metrics.refreshes = refresh_due(self.states, active, self.config)
-        self.num_root_computations += self.metrics.refreshes
+        counts = refresh_due(self.states, active, self.config)
+        self.metrics.refreshes, self.metrics.skipped, self.metrics.failed = (
+            counts.computed,
+            counts.skipped,
+            counts.failed,
+        )
+        self.num_root_computations += counts.computed
         self.clock.mark("refresh")
-        self._decay(gradients)
-        targets = [None if shard is None else shard.view(-1) for shard in self.placement.shards]
+        updated = self._with_gradient(gradients)
+        for number, group in enumerate(self.param_groups):
+            decay_(group, updated[number], self.config.weight_decay_mode, self._peak_lr(number))
+        targets, scale = self._targets(gradients)
         directions = []
         self.metrics.graft_ratios = []
         for number, state in enumerate(self.states):
-            direction = self._direction(number, state, active[number], inputs, grafts, inbox)
-            directions.append(direction)
+            directions.append(self._direction(number, state, active[number], work[number], inputs, grafts, inbox))
+            work[number] = None
             if self._directions is None:
-                scatter_add(self._active_copies(number, gradients), direction, targets, scale)
+                scatter_add(self._active_copies(number, gradients), directions[-1], targets, scale)
         self.clock.mark("apply")
         (self._directions or self._exchange).to_holders(directions, targets, scale)
         self.clock.mark("exchange")
+        if not self._averages_gradients:
+            self._average_directions(updated, targets)
+            self.clock.mark("moments")
 
-    def _inputs_and_scale(
-        self, gradients: Sequence[Tensor | None], grafts: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor | None], list[float]]:
-        """What the roots are applied to, and the factor of the direction in the update, for each parameter.
-
-        Momentum is not bias-corrected as a tensor: with Adam grafting its scale is lost anyway, otherwise the
-        correction is a factor of the result.
-        """
-        inputs = list(grafts)
-        scale = [0.0] * len(inputs)
+    def _before_start(self, gradients: Sequence[Tensor | None]) -> list[bool]:
+        """For each parameter of the plan whether this step still comes before the start step."""
+        early = [False] * len(gradients)
         for group in self.param_groups:
             for parameter in group["params"]:
                 index = self._index.get(id(parameter))
-                if index is None or gradients[index] is None:
-                    continue
-                state = self.state[parameter]
-                step = int(state["step"])
-                scale[index] = -group["lr"]
-                if not self._grafts_adam:
-                    scale[index] /= 1.0 - group["betas"][0] ** step
-                if step >= self.config.start_step:
-                    inputs[index] = state["exp_avg"].view(-1)
-        return inputs, scale
+                if index is not None and gradients[index] is not None:
+                    early[index] = int(self.state[parameter]["step"]) < self.config.start_step
+        return early
+
+    def _with_gradient(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor]]:
+        """For each parameter group its preconditioned parameters that are updated in this step."""
+        return [
+            [
+                parameter
+                for parameter in group["params"]
+                if self.is_preconditioned(parameter) and gradients[self._index[id(parameter)]] is not None
+            ]
+            for group in self.param_groups
+        ]
+
+    def _targets(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[float]]:
+        """What directions are added to, and with which factor: weights and minus the learning rate, or empty shards."""
+        scale = [1.0] * len(gradients)
+        if not self._averages_gradients:
+            return [None if it is None else torch.zeros_like(it) for it in gradients], scale
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.is_preconditioned(parameter):
+                    scale[self._index[id(parameter)]] = -group["lr"]
+        return [None if shard is None else shard.view(-1) for shard in self.placement.shards], scale
+
+    def _average_directions(self, updated: Sequence[list[Tensor]], targets: Sequence[Tensor | None]) -> None:
+        """Momentum after preconditioning: average the search directions and step along the average."""
+        for group, parameters in zip(self.param_groups, updated, strict=True):
+            if not parameters:
+                continue
+            own = [targets[self._index[id(parameter)]].view_as(parameter) for parameter in parameters]  # type: ignore[union-attr]
+            states = [self.state[parameter] for parameter in parameters]
+            first, beta = [state["exp_avg"] for state in states], group["betas"][0]
+            update_first_(own, first, beta)
+            x = looked_ahead(own, first, beta) if self.config.nesterov else first
+            for parameter, state, step in zip(parameters, states, x, strict=True):
+                weight = momentum_weight(beta, int(state["step"]), self.config.nesterov)
+                parameter.add_(step, alpha=-group["lr"] / (weight if self.config.bias_correction else 1.0))
 
     def _active(self, state: StackState, gradients: Sequence[Tensor | None]) -> Tensor:
         """Slots of a stack whose parameter has a gradient in this step."""
@@ -307,11 +392,16 @@ class Shampoo(torch.optim.Optimizer):
         return (copy for copy in self.schedule.local[number] if gradients[copy.source] is not None)
 
     def _collect(
-        self, number: int, state: StackState, sources: Sequence[Tensor | None], received: Tensor | None
+        self, number: int, state: StackState, active: Tensor, sources: Sequence[Tensor | None], received: Tensor | None
     ) -> Tensor:
-        """Blocks of a stack, `(blocks, m, n)`, from this rank's shards and what it received."""
+        """Blocks of a stack, `(blocks, m, n)`, from this rank's shards and what it received.
+
+        What nobody has given (a parameter without gradient, or without `received` the fragments of others) is zero.
+        """
         shape = (len(state.stack.blocks), *state.stack.shape)
-        collected = torch.zeros(shape, dtype=self._dtype, device=self.placement.device)
+        is_whole = received is not None and active.numel() == len(state.stack.blocks)
+        allocate = torch.empty if is_whole else torch.zeros
+        collected = allocate(shape, dtype=self._dtype, device=self.placement.device)
         gather(self._active_copies(number, sources), sources, collected)
         if received is not None:
             gather(self.schedule.unpack[number], [received], collected)
@@ -319,55 +409,107 @@ class Shampoo(torch.optim.Optimizer):
 
     def _accumulate(
         self, number: int, state: StackState, active: Tensor, gradients: Sequence[Tensor | None], inbox: Inbox
-    ) -> None:
-        gradient = self._collect(number, state, gradients, inbox.payloads[0])
-        # A gradient that is not finite must not reach a moving average, which would keep it for ever.
-        gradient.masked_fill_(~gradient.sum((-2, -1), keepdim=True).isfinite(), 0.0)
-        if active.numel() == len(state.stack.blocks):
-            update_factors_(state.left, state.right, gradient, self.config.factor_beta)
-        else:
-            slots = active.to(gradient.device)
-            left, right = state.left[slots], state.right[slots]
-            update_factors_(left, right, gradient[slots], self.config.factor_beta)
-            state.left[slots], state.right[slots] = left, right
+    ) -> _Work | None:
+        gradient = self._collect(number, state, active, gradients, inbox.payloads[0])
+        with untouched(state, active):
+            rotated = accumulate(state, self.recipe, self.config, gradient)
         state.num_updates[active] += 1
+        is_needed = self.recipe.application is not Application.ROOT or not self._averages_gradients
+        return _Work(gradient, rotated) if is_needed else None
 
     def _direction(
         self,
         number: int,
         state: StackState,
         active: Tensor,
+        work: _Work | None,
         inputs: Sequence[Tensor | None],
         grafts: Sequence[Tensor | None],
         inbox: Inbox,
     ) -> Tensor:
         """Grafted search directions of a stack, `(blocks, m, n)`."""
-        momentum = self._collect(number, state, inputs, inbox.payloads[1])
+        x = None
+        hyper = self._hyper(state)
         started = state.num_updates >= self.config.start_step
-        if not bool(started.any()):
-            return momentum
-        direction = apply_roots(state.left_root, momentum, state.right_root)
-        if self.config.grafting is not Grafting.NONE:
-            norms = torch.linalg.vector_norm(self._collect(number, state, grafts, None), dim=(-2, -1)).square()
-            fragment, slot = self._slots[number]
-            norms.index_add_(0, slot, inbox.norms[fragment])
-            self.metrics.graft_ratios.append(graft_norm_(direction, norms.sqrt()))
+        if self._averages_gradients:
+            x = self._collect(number, state, active, inputs, inbox.payloads[1])
+        early = None
         if not bool(started.all()):
-            direction = torch.where(started.to(direction.device)[:, None, None], direction, momentum)
-        return direction
+            early = self._early_steps(number, state, active, x, grafts, inbox, hyper)
+        gradient, rotated = None, None
+        if work is not None:
+            gradient, rotated = work
+            if rotated is not None:
+                refresh_rotated_(state, work.gradient, rotated)
+        with untouched(state, active):
+            found = direction(state, self.recipe, self.config, gradient, rotated, x, hyper)
+        norms = None
+        if self.recipe.grafting is not Grafting.NONE:
+            norms = self._norms(number, state, active, grafts, inbox, hyper)
+        found, ratio = finish(state, self.recipe, found, norms)
+        if ratio is not None:
+            self.metrics.graft_ratios.append(ratio)
+        if early is not None:
+            found = torch.where(started.to(found.device)[:, None, None], found, early)
+        return found
 
-    def _decay(self, gradients: Sequence[Tensor | None]) -> None:
-        """Decoupled weight decay of the preconditioned shards that are updated in this step."""
-        for group in self.param_groups:
-            if group["weight_decay"] == 0:
-                continue
-            decayed = [
-                parameter
-                for parameter in group["params"]
-                if self.is_preconditioned(parameter) and gradients[self._index[id(parameter)]] is not None
-            ]
-            if decayed:
-                torch._foreach_mul_(decayed, 1.0 - group["lr"] * group["weight_decay"])
+    def _early_steps(
+        self,
+        number: int,
+        state: StackState,
+        active: Tensor,
+        x: Tensor | None,
+        grafts: Sequence[Tensor | None],
+        inbox: Inbox,
+        hyper: Hyper,
+    ) -> Tensor:
+        """What blocks step along before the start step: their grafting step, which travels in the input's place."""
+        if x is None:
+            x = self._collect(number, state, active, grafts, inbox.payloads[1])
+        return x / hyper.momentum_weight if grafts_by_momentum(self.recipe.grafting) else x.clone()
+
+    def _norms(
+        self,
+        number: int,
+        state: StackState,
+        active: Tensor,
+        grafts: Sequence[Tensor | None],
+        inbox: Inbox,
+        hyper: Hyper,
+    ) -> Tensor:
+        """Norms of the grafting steps of a stack's blocks, `(blocks,)`."""
+        own = torch.linalg.vector_norm(self._collect(number, state, active, grafts, None), dim=(-2, -1)).square()
+        fragment, slot = self._slots[number]
+        own.index_add_(0, slot, inbox.norms[fragment])
+        norms = own.sqrt()
+        if grafts_by_momentum(self.recipe.grafting):
+            weight = hyper.momentum_weight
+            norms = norms / (weight.flatten() if isinstance(weight, Tensor) else weight)
+        return norms
+
+    def _hyper(self, state: StackState) -> Hyper:
+        """Settings of the blocks of a stack, from the groups of their parameters."""
+        groups = [self._group_of(self.plan.blocks[block].parameter) for block in state.stack.blocks]
+        device, steps = self.placement.device, state.num_updates.double()
+        betas = torch.tensor([group["betas"] for group in groups], dtype=torch.float64)
+        eps = torch.tensor([group["eps"] for group in groups], dtype=torch.float64)
+        ones = torch.ones_like(steps)
+        corrects = self.config.bias_correction
+        ahead = 1 if self.config.nesterov else 0
+        first = 1 - betas[:, 0] ** (steps + ahead) if corrects and self._averages_gradients else ones
+        second = 1 - betas[:, 1] ** steps if corrects else ones
+        # A block without any gradient yet has no weight; it is not updated either.
+        first, second = (torch.where(weight > 0, weight, ones) for weight in (first, second))
+        return Hyper(
+            beta2=per_block(betas[:, 1], device),
+            eps=per_block(eps, device),
+            momentum_weight=per_block(first, device),
+            second_weight=per_block(second, device),
+        )
+
+    def _group_of(self, index: int) -> dict[str, Any]:
+        """Parameter group of a parameter of the plan; an owner holds at least a part of each of its blocks."""
+        return self.param_groups[self._group_numbers[index]]
 
     # -- state
 

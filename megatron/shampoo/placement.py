@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.shampoo.config import ShampooConfig
+from megatron.shampoo.methods import factor_sides
 from megatron.shampoo.plan.parts import MatrixParameter, Part
 
 
@@ -38,19 +40,22 @@ class Placement:
         return 0 if self.group is None else self.group.rank()
 
 
-def place_alone(groups: Sequence[dict], tp_alignment: int | None) -> Placement:
+def place_alone(groups: Sequence[dict], config: ShampooConfig) -> Placement:
     """Placement of an ordinary optimizer on one process: every matrix is one part, held whole.
 
     Args:
         groups: parameter groups; a group with `precondition=False` (embeddings, output layers) is left to AdamW.
-        tp_alignment: must be None or 1, there is no tensor parallelism to align with.
+        config: decides which matrices have factors; its tensor-parallel alignment must be None or 1, there is nothing
+            to align with.
 
     Raises:
         ValueError: a tensor-parallel alignment, or a parameter that is not contiguous.
     """
-    if tp_alignment not in (None, 1):
-        raise ValueError(f"tp_alignment {tp_alignment}: without Megatron there is no tensor parallelism; leave it None")
-    tensors = list(_matrices(groups))
+    if config.tp_alignment not in (None, 1):
+        raise ValueError(
+            f"tp_alignment {config.tp_alignment}: without Megatron there is no tensor parallelism; leave it None"
+        )
+    tensors = list(_matrices(groups, config))
     parameters = []
     for index, tensor in enumerate(tensors):
         if not tensor.is_floating_point():
@@ -58,9 +63,8 @@ def place_alone(groups: Sequence[dict], tp_alignment: int | None) -> Placement:
         if not tensor.is_contiguous():
             raise ValueError(f"parameter {index} of shape {tuple(tensor.shape)} is not contiguous: call .contiguous()")
         shape = (tensor.shape[0], tensor.shape[1])
-        parameters.append(
-            MatrixParameter(name=f"parameter {index}", shape=shape, parts=(Part(name="weight", global_shape=shape),))
-        )
+        part = Part(name="weight", global_shape=shape, sides=factor_sides(shape, config))
+        parameters.append(MatrixParameter(name=f"parameter {index}", shape=shape, parts=(part,)))
     double = bool(tensors) and all(tensor.dtype == torch.float64 for tensor in tensors)
     return Placement(
         parameters=tuple(parameters),
@@ -72,10 +76,15 @@ def place_alone(groups: Sequence[dict], tp_alignment: int | None) -> Placement:
     )
 
 
-def _matrices(groups: Sequence[dict]) -> Iterable[Tensor]:
+def _matrices(groups: Sequence[dict], config: ShampooConfig) -> Iterable[Tensor]:
     for group in groups:
         if group.get("precondition", True):
-            yield from (tensor for tensor in group["params"] if tensor.ndim == 2 and min(tensor.shape) > 1)
+            yield from (tensor for tensor in group["params"] if tensor.ndim == 2 and _has_factors(tensor, config))
+
+
+def _has_factors(tensor: Tensor, config: ShampooConfig) -> bool:
+    shape = (tensor.shape[0], tensor.shape[1])
+    return min(shape) > 1 and any(factor_sides(shape, config))
 
 
 def check_same_plan(digest: str, placement: Placement) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.shampoo.config import ShampooConfig
+from megatron.shampoo.config import Method, ShampooConfig
 from megatron.shampoo.plan.copies import StridedCopy, merge
 from megatron.shampoo.plan.fragments import rectangles_of
 from megatron.shampoo.plan.grid import cut
@@ -35,7 +35,7 @@ class Matrix:
     """A parameter of a model, before any layout: its kind, unit and sizes."""
 
     kind: str
-    """plain, columns (cut by rows), rows (cut by columns), qkv, gated."""
+    """plain, columns (cut by rows), rows (cut by columns), qkv, q-kv (keys and values in one part), gated."""
     unit: int
     rows: int
     """Rows of the plain matrix, of gate and up, or of a head."""
@@ -44,12 +44,19 @@ class Matrix:
     """Query groups; a multiple of the alignment."""
     queries: int = 1
     """Query heads in a group."""
+    by_head: bool = False
+    """Whether blocks end where heads do."""
+    sides: tuple[bool, bool] = (True, True)
+    """Which factors its blocks have."""
 
     def global_parts(self) -> dict[str, tuple[int, int]]:
         """Shape of each part of the whole parameter."""
         if self.kind == "qkv":
             heads = self.groups * self.rows
             return {"q": (heads * self.queries, self.width), "k": (heads, self.width), "v": (heads, self.width)}
+        if self.kind == "q-kv":
+            heads = self.groups * self.rows
+            return {"q": (heads * self.queries, self.width), "kv": (2 * heads, self.width)}
         names = ("gate", "up") if self.kind == "gated" else ("weight",)
         return dict.fromkeys(names, (self.rows, self.width))
 
@@ -64,7 +71,7 @@ def local_parameter(matrix: Matrix, parts: dict[str, np.ndarray], size: int, ran
         return np.split(parts["weight"], size, axis=0)[rank]
     if matrix.kind == "gated":
         return np.concatenate([np.split(parts[name], size, axis=0)[rank] for name in ("gate", "up")])
-    by_group = [np.split(parts[name], matrix.groups, axis=0) for name in ("q", "k", "v")]
+    by_group = [np.split(parts[name], matrix.groups, axis=0) for name in matrix.global_parts()]
     mine = range(rank * matrix.groups // size, (rank + 1) * matrix.groups // size)
     return np.concatenate([heads[group] for group in mine for heads in by_group])
 
@@ -74,16 +81,26 @@ def describe(matrix: Matrix, number: int, size: int, rank: int, spans: tuple[Spa
     tp_dim = {"plain": None, "rows": 1}.get(matrix.kind, 0)
     tp = {"tp_dim": tp_dim, "tp_size": size, "tp_rank": rank}
     runs: dict[str, dict[str, int]] = {"weight": {}, "gate": {}, "up": {"first_row": matrix.rows // size}}
-    if matrix.kind == "qkv":
-        q, head = matrix.queries * matrix.rows, matrix.rows
-        stride = q + 2 * head
+    q, head = matrix.queries * matrix.rows, matrix.rows
+    stride = q + 2 * head
+    if matrix.kind in ("qkv", "q-kv"):
         runs = {
             "q": {"first_row": 0, "run_rows": q, "run_stride": stride},
             "k": {"first_row": q, "run_rows": head, "run_stride": stride},
             "v": {"first_row": q + head, "run_rows": head, "run_stride": stride},
+            "kv": {"first_row": q, "run_rows": 2 * head, "run_stride": stride},
         }
-    shapes = matrix.global_parts()
-    parts = tuple(Part(name=name, global_shape=shape, **tp, **runs[name]) for name, shape in shapes.items())  # type: ignore[arg-type]
+    parts = tuple(
+        Part(
+            name=name,
+            global_shape=shape,
+            sides=matrix.sides,
+            row_segments=shape[0] // head if matrix.by_head else 1,
+            **tp,  # type: ignore[arg-type]
+            **runs[name],  # type: ignore[arg-type]
+        )
+        for name, shape in matrix.global_parts().items()
+    )
     rows, columns = (sum(part.local_shape[0] for part in parts), parts[0].local_shape[1])
     return MatrixParameter(name=f"m{number}", shape=(rows, columns), parts=parts, spans=spans, unit=matrix.unit)
 
@@ -131,21 +148,27 @@ def cases(draw: st.DrawFn) -> Case:
     alignment = draw(st.sampled_from([1, 2, 3, 4, 6]))
 
     def matrix() -> Matrix:
-        kind = draw(st.sampled_from(["plain", "columns", "rows", "qkv", "gated"]))
+        kind = draw(st.sampled_from(["plain", "columns", "rows", "qkv", "q-kv", "gated"]))
         small = st.integers(1, 4)
         unit = draw(st.integers(0, 2))
-        if kind == "qkv":
+        sides = draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+        if kind in ("qkv", "q-kv"):
             groups, queries = alignment * draw(st.integers(1, 2)), draw(st.integers(1, 3))
-            return Matrix(kind, unit, draw(small), draw(st.integers(1, 7)), groups, queries)
+            by_head = kind == "qkv" and draw(st.booleans())
+            return Matrix(kind, unit, draw(small), draw(st.integers(1, 7)), groups, queries, by_head, sides)
         rows, width = draw(st.integers(1, 11)), draw(st.integers(1, 11))
         if kind in ("columns", "gated"):
             rows = alignment * draw(small)
         if kind == "rows":
             width = alignment * draw(small)
-        return Matrix(kind, unit, rows, width)
+        return Matrix(kind, unit, rows, width, sides=sides)
 
     matrices = tuple(matrix() for _ in range(draw(st.integers(1, 3))))
-    config = ShampooConfig(block_size=draw(st.integers(1, 6)), refresh_interval=draw(st.integers(1, 7)))
+    config = ShampooConfig(
+        method=draw(st.sampled_from(Method)),
+        block_size=draw(st.integers(1, 6)),
+        refresh_interval=draw(st.integers(1, 7)),
+    )
     return Case(matrices, alignment, config, draw(st.integers(0, 2**32 - 1)))
 
 
@@ -233,6 +256,10 @@ def test_no_block_crosses_a_cut_of_the_alignment_or_outgrows_the_block_size(case
             part = plan.parameters[block.parameter].parts[block.part]
             assert min(block.shape) >= 1
             assert max(block.shape) <= case.config.block_size
+            assert block.sides == part.sides == case.matrices[block.parameter].sides
+            if part.row_segments > 1:
+                head, rows = case.matrices[block.parameter].rows, block_in_part(plan, index)[1][0]
+                assert rows.start // head == (rows.stop - 1) // head
             if part.tp_dim is None:
                 continue
             segment = part.global_shape[part.tp_dim] // case.alignment
@@ -316,7 +343,7 @@ def test_owner_holds_most_of_its_block(case: Case, num_ranks: int) -> None:
 @given(cases(), DATA_PARALLEL)
 def test_load_of_replicated_parameters_is_within_the_greedy_bound(case: Case, num_ranks: int) -> None:
     plan = case.plan(1, 0, num_ranks)
-    costs = [block_cost(block.shape, case.config.refresh_interval) for block in plan.blocks]
+    costs = [block_cost(block.shape, block.sides, case.config) for block in plan.blocks]
     load = plan.load()
     assert sum(load) == pytest.approx(sum(costs))
     # Graham 1966: list scheduling is within the mean and the part of one job that others could have shared.
@@ -365,6 +392,7 @@ def test_exchange_brings_every_element_to_its_owner_and_back(case: Case, num_ran
             for stack, data in zip(schedule.stacks, stacks[rank], strict=True):
                 for index, block in zip(stack.blocks, data.reshape(-1, *stack.shape), strict=True):
                     assert plan.owners[index] == rank
+                    assert plan.blocks[index].sides == stack.sides
                     name, place = block_in_part(plan, index)
                     np.testing.assert_array_equal(block, parts[plan.blocks[index].parameter][name][place])
         # Back: own elements from the stacks, the others from the message in the order of the message there.
@@ -448,6 +476,10 @@ def test_every_rank_makes_the_same_plan(case: Case, num_ranks: int) -> None:
     assert case.plan(1, 0, num_ranks, cuts=True).digest() == plan.digest()
     config = dataclasses.replace(case.config, refresh_interval=case.config.refresh_interval + 1)
     assert dataclasses.replace(case, config=config).plan(1, 0, num_ranks, cuts=True).digest() != plan.digest()
+    first, *others = case.matrices
+    sides = (True, False) if first.sides == (True, True) else (True, True)
+    turned = dataclasses.replace(case, matrices=(dataclasses.replace(first, sides=sides), *others))
+    assert turned.plan(1, 0, num_ranks, cuts=True).digest() != plan.digest()
 
 
 # -- copies

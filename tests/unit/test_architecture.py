@@ -13,18 +13,20 @@ ROOT = Path(__file__).resolve().parents[2]
 # Layer and height, the most specific prefix decides. Two layers of one height know nothing of each other.
 LAYERS = {
     "megatron.shampoo.config": ("config", 0),
+    "megatron.shampoo.methods": ("config", 0),
     "megatron.shampoo.plan": ("plan", 1),
     "megatron.shampoo.linalg": ("linalg", 1),
     "megatron.shampoo.collective": ("collective", 2),
     "megatron.shampoo.preconditioner": ("preconditioner", 2),
     "megatron.shampoo": ("optimizer", 3),
     "megatron.shampoo.mcore": ("mcore", 4),
+    "megatron.experiments": ("experiments", 4),
     "tools": ("tools", 5),
     "pretrain_gpt": ("pretrain_gpt", 5),
 }
 MAY_IMPORT_MEGATRON = ("megatron.shampoo.mcore", "megatron.gpt", "megatron.cpu", "megatron.data_tools", "pretrain_gpt")
 KNOWS_NOTHING_OF_SHAMPOO = ("megatron.cpu", "megatron.data_tools", "megatron.demo", "megatron.gpt")
-PURE = tuple(f"megatron.shampoo.{name}" for name in ("config", "plan", "linalg", "preconditioner"))
+PURE = tuple(f"megatron.shampoo.{name}" for name in ("config", "methods", "plan", "linalg", "preconditioner"))
 
 
 def is_within(module: str, package: str) -> bool:
@@ -89,6 +91,8 @@ def broken_rules(module: str, target: str) -> Iterator[str]:
         yield "Megatron stays behind the glue"
     if is_within(module, "megatron.shampoo.plan") and is_within(target, "torch"):
         yield "plans are integers"
+    if layer_of(module) == ("config", 0) and is_within(target, "torch"):
+        yield "settings are words and numbers"
     if is_within_any(module, PURE) and is_within(target, "torch.distributed"):
         yield "maths and plans need no process group"
 
@@ -119,7 +123,14 @@ def test_megatron_is_a_namespace_package() -> None:
         ("megatron/shampoo/linalg/roots.py", "def f():\n    import torch.distributed", "need no process group"),
         ("megatron/shampoo/collective/a.py", "import megatron.shampoo.preconditioner", "collective must not know"),
         ("megatron/shampoo/config.py", "from megatron.shampoo.plan import grid", "config must not know plan"),
+        ("megatron/shampoo/methods.py", "from megatron.shampoo import plan", "config must not know plan"),
+        ("megatron/shampoo/methods.py", "from megatron.shampoo import optimizer", "config must not know optimizer"),
+        ("megatron/shampoo/methods.py", "import torch", "settings are words and numbers"),
         ("megatron/shampoo/optimizer.py", "from megatron.shampoo.mcore import x", "optimizer must not know mcore"),
+        ("megatron/shampoo/optimizer.py", "from megatron.experiments import x", "optimizer must not know experiments"),
+        ("megatron/experiments/a.py", "from megatron.core import parallel_state", "stays behind the glue"),
+        ("megatron/experiments/a.py", "def f():\n    import megatron.training", "stays behind the glue"),
+        ("megatron/experiments/a.py", "from megatron.shampoo.mcore import build", "experiments must not know mcore"),
         ("megatron/shampoo/optimizer.py", "from megatron.core import parallel_state", "stays behind the glue"),
         ("megatron/shampoo/optimizer.py", "from megatron import training", "stays behind the glue"),
         ("megatron/shampoo/mcore/a.py", "import tools.demo", "the library must not know its commands"),
@@ -143,6 +154,8 @@ def test_a_planted_upward_import_is_found(tmp_path: Path, module: str, source: s
     [
         ("megatron/shampoo/optimizer.py", "from megatron.shampoo.plan import plan\nfrom .config import ShampooConfig"),
         ("megatron/shampoo/mcore/a.py", "import megatron.core\nfrom megatron.shampoo import optimizer"),
+        ("megatron/shampoo/plan/owners.py", "from megatron.shampoo.methods import recipe_of"),
+        ("megatron/experiments/a.py", "from megatron.shampoo import Shampoo\nfrom megatron.demo import session"),
         ("megatron/shampoo/linalg/a.py", "import torch\nfrom .b import c"),
         ("megatron/gpt/a.py", "from megatron.training import get_args"),
         ("pretrain_gpt.py", "from megatron.shampoo import mcore"),

@@ -1,4 +1,4 @@
-"""Refresh of inverse roots: whose turn it is, and what happens when a root cannot be computed."""
+"""Refresh of roots and eigenbases: whose turn it is, and what happens when one cannot be computed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.shampoo import Shampoo, ShampooConfig, block_state
-from megatron.shampoo.linalg import inverse_root as module
+from megatron.shampoo import Shampoo, ShampooConfig, refreshing
+from megatron.shampoo.config import Method
+from megatron.shampoo.linalg import eigen as module
 
 EIGH = torch.linalg.eigh
+ROOTED = ["shampoo", "one-sided"]
+IN_A_BASIS = ["soap", "kl-soap", "kl-shampoo"]
 
 
 def make(shape: tuple[int, int] = (8, 6), **settings: object) -> tuple[torch.nn.Parameter, Shampoo]:
     weight = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
-    config = ShampooConfig(**{"refresh_interval": 1, **settings})  # type: ignore[arg-type]
+    config = ShampooConfig(**{"refresh_interval": 1, "solver": "eigh", **settings})  # type: ignore[arg-type]
     return weight, Shampoo([weight], lr=0.01, config=config)
+
+
+def failures(optimizer: Shampoo) -> dict[str, list[int]]:
+    """Failed refreshes in a row of the blocks of the only stack, by side."""
+    (state,) = optimizer.states
+    return {side.side: side.failures.tolist() for side in state.sides}
 
 
 def train(weight: torch.nn.Parameter, optimizer: Shampoo, steps: int, seed: int = 1) -> None:
@@ -76,7 +85,7 @@ def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         return EIGH(matrix)
 
     monkeypatch.setattr(module.torch.linalg, "eigh", eigh)
-    monkeypatch.setattr(block_state, "MAX_BATCH_NUMEL", 5 * 9 + 8)
+    monkeypatch.setattr(refreshing, "MAX_BATCH_NUMEL", 5 * 9 + 8)
     weight, optimizer = make((12, 12), block_size=3)
     train(weight, optimizer, 3)
     assert sizes == [5, 5, 5, 5, 5, 5, 2] * 3
@@ -114,10 +123,12 @@ def test_a_root_rescued_by_the_second_attempt_is_named_and_not_counted(
     with caplog.at_level(logging.WARNING, logger="megatron.shampoo"):
         train(weight, optimizer, 4)
     torch.testing.assert_close(weight, plain_weight, rtol=1e-4, atol=1e-5)
-    assert optimizer.states[0].failures.tolist() == [[0, 0]]
-    assert "left root of parameter 0[weight 0,0]" in caplog.text
-    assert "right root of parameter 0[weight 0,0]" in caplog.text
-    assert "computed again from a copy" in caplog.text
+    assert failures(optimizer) == {"left": [0], "right": [0]}
+    assert optimizer.metrics.failed == 0
+    for side in ("left", "right"):
+        assert (
+            f"{side} root of parameter 0[weight 0,0]: eigh in float64 failed, eigh in float64 on the CPU was used"
+        ) in caplog.text
 
 
 def test_a_failed_root_keeps_the_previous_one_and_is_counted_and_named(
@@ -125,33 +136,175 @@ def test_a_failed_root_keeps_the_previous_one_and_is_counted_and_named(
 ) -> None:
     weight, optimizer = make()
     train(weight, optimizer, 2)
-    state = optimizer.states[0]
-    left, right, condition = state.left_root.clone(), state.right_root.clone(), state.condition.clone()
-    factor = state.left.clone()
+    left, right = optimizer.states[0].sides
+    before = [(side.inverse.clone(), side.condition.clone(), side.factor.clone()) for side in (left, right)]
     monkeypatch.setattr(module.torch.linalg, "eigh", failing(BOTH, shape=8))
     with caplog.at_level(logging.WARNING, logger="megatron.shampoo"):
         train(weight, optimizer, 1)
-    torch.testing.assert_close(state.left_root, left, rtol=0, atol=0)
-    torch.testing.assert_close(state.condition[:, 0], condition[:, 0], rtol=0, atol=0)
-    assert not torch.equal(state.right_root, right)
-    assert not torch.equal(state.left, factor)
-    assert state.left.isfinite().all()
-    assert state.failures.tolist() == [[1, 0]]
+    torch.testing.assert_close(left.inverse, before[0][0], rtol=0, atol=0)
+    torch.testing.assert_close(left.condition, before[0][1], rtol=0, atol=0)
+    assert not torch.equal(right.inverse, before[1][0])
+    assert not torch.equal(left.factor, before[0][2])
+    assert left.factor.isfinite().all()
+    assert failures(optimizer) == {"left": [1], "right": [0]}
+    assert optimizer.metrics.failed == 1
     assert "left root of parameter 0[weight 0,0]" in caplog.text
     assert "1 in a row" in caplog.text
     assert "right root" not in caplog.text
     assert weight.isfinite().all()
 
 
-def test_three_failures_in_a_row_end_the_run_with_the_blocks_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def lower(factor: Tensor) -> Tensor:
+    """The symmetric matrix whose lower triangle this is."""
+    return factor.tril() + factor.tril(-1).mT
+
+
+def exact_root(optimizer: Shampoo, root: int) -> Tensor:
+    """Inverse root of the left factor of the only block, in float64."""
+    state = optimizer.states[0]
+    assert state.left is not None
+    weight = 1 - optimizer.config.factor_beta ** int(state.num_updates[0])
+    factor = lower(state.left.factor[0].double()) / weight
+    values, basis = EIGH(factor)
+    damped = values.clamp_min(0) + optimizer.config.epsilon * values.max()
+    return basis @ torch.diag(damped ** (-1 / root)) @ basis.mT
+
+
+def test_three_failures_in_a_row_leave_the_identity_and_an_error_with_the_blocks_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     weight, optimizer = make()
     train(weight, optimizer, 2)
+    left, right = optimizer.states[0].sides
+    kept = left.inverse.clone()
     monkeypatch.setattr(module.torch.linalg, "eigh", failing(BOTH, shape=8))
-    train(weight, optimizer, 2)
-    assert weight.isfinite().all()
-    with pytest.raises(RuntimeError, match=r"left root of parameter 0\[weight 0,0\] failed 3 times in a row"):
+    for count in (1, 2):
         train(weight, optimizer, 1)
+        assert failures(optimizer) == {"left": [count], "right": [0]}
+        torch.testing.assert_close(left.inverse, kept, rtol=0, atol=0)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    train(weight, optimizer, 1)
+    torch.testing.assert_close(left.inverse, torch.eye(8)[None], rtol=0, atol=0)
+    assert not torch.equal(right.inverse, torch.eye(6)[None])
+    assert failures(optimizer) == {"left": [3], "right": [0]}
+    (error,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert error.startswith("left root of parameter 0[weight 0,0]: every solver failed 3 times in a row")
+    assert "--shampoo-epsilon" in error
+    # It goes on as long as it fails, and with the roots as soon as it does not.
+    train(weight, optimizer, 2)
+    assert failures(optimizer) == {"left": [5], "right": [0]}
     assert weight.isfinite().all()
+    monkeypatch.setattr(module.torch.linalg, "eigh", EIGH)
+    train(weight, optimizer, 1)
+    assert failures(optimizer) == {"left": [0], "right": [0]}
+    torch.testing.assert_close(left.inverse[0].double(), exact_root(optimizer, 4), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ROOTED)
+def test_a_block_without_any_root_takes_its_grafting_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With the identity for both roots a direction is the momentum, grafted: with SGD's norm that is SGD's step.
+    weight, optimizer = make(method=method, grafting="sgd")
+    train(weight, optimizer, 2)
+    monkeypatch.setattr(module.torch.linalg, "eigh", failing(BOTH))
+    train(weight, optimizer, 2)
+    for seed in (7, 8):
+        before = weight.detach().clone()
+        train(weight, optimizer, 1, seed=seed)
+        momentum = optimizer.state[weight]["exp_avg"] / (1 - 0.9 ** int(optimizer.state[weight]["step"]))
+        torch.testing.assert_close(weight.detach(), before - 0.01 * momentum, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", IN_A_BASIS)
+@pytest.mark.parametrize("solver", ["eigh", "qr"])
+def test_an_eigenbasis_that_fails_stays_then_becomes_the_identity_then_recovers(
+    method: str, solver: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight, optimizer = make(method=method, solver=solver)
+    train(weight, optimizer, 3)
+    left, right = optimizer.states[0].sides
+    kept = left.inverse.clone(), right.inverse.clone()
+    monkeypatch.setattr(module.torch.linalg, "eigh", failing(BOTH))
+    monkeypatch.setattr(torch.linalg, "qr", lambda matrix: raising(matrix))
+    train(weight, optimizer, 2)
+    torch.testing.assert_close((left.inverse, right.inverse), kept, rtol=0, atol=0)
+    assert optimizer.metrics.failed == 2
+    train(weight, optimizer, 1)
+    torch.testing.assert_close((left.inverse, right.inverse), (torch.eye(8)[None], torch.eye(6)[None]), rtol=0, atol=0)
+    assert failures(optimizer) == {"left": [3], "right": [3]}
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    for side, error in zip(("left", "right"), sorted(errors), strict=True):
+        assert error.startswith(f"{side} eigenbasis of parameter 0[weight 0,0]: every solver failed 3 times in a row")
+    train(weight, optimizer, 1)
+    monkeypatch.undo()
+    train(weight, optimizer, 1)
+    assert failures(optimizer) == {"left": [0], "right": [0]}
+    assert optimizer.metrics.failed == 0
+    assert weight.isfinite().all()
+    # As good a basis as that of a run in which nothing has failed.
+    train(weight, optimizer, 3)
+    for side in (left, right):
+        basis, factor = side.inverse[0], lower(side.factor[0])
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(side.size), rtol=0, atol=1e-5)
+        rotated = basis.mT @ factor @ basis
+        off_diagonal = float((rotated - rotated.diagonal().diag()).norm() / rotated.norm())
+        assert off_diagonal < {"eigh": 1e-4, "qr": 0.3}[solver]
+
+
+def raising(matrix: Tensor) -> None:
+    """A solver that overwrites its input and raises."""
+    matrix.fill_(torch.nan)
+    raise torch.linalg.LinAlgError("the algorithm failed to converge")
+
+
+@pytest.mark.parametrize("method", ["soap", "kl-soap"])
+def test_what_is_kept_in_the_basis_is_carried_to_the_identity(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The diagonal of Q diag(v) Q' is its variance in the new coordinates: the total stays.
+    weight, optimizer = make(method=method)
+    train(weight, optimizer, 3)
+    state = optimizer.states[0]
+    monkeypatch.setattr(module.torch.linalg, "eigh", failing(BOTH))
+    weight_decay_free = weight.detach().clone()
+    train(weight, optimizer, 2)
+    assert state.second_moment is not None and state.left is not None and state.right is not None
+    before = state.second_moment[0].double()
+    bases = [side.inverse[0].double() for side in state.sides]
+    weight.grad = torch.zeros(8, 6)  # adds nothing to the second moment
+    optimizer.step()
+    decayed = optimizer.param_groups[0]["betas"][1] * before
+    carried = bases[0].square() @ decayed @ bases[1].square().mT
+    torch.testing.assert_close(state.second_moment[0].double(), carried, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(carried.sum(), decayed.sum())
+    assert not torch.equal(weight.detach(), weight_decay_free)
+
+
+@pytest.mark.parametrize("solver", ["eigh", "qr"])
+def test_a_block_that_was_given_up_recovers_its_root(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, optimizer = make(solver=solver)
+    train(weight, optimizer, 3)
+    monkeypatch.setattr(module.torch.linalg, "eigh", failing(BOTH))
+    monkeypatch.setattr(torch.linalg, "qr", raising)
+    train(weight, optimizer, 3)
+    left, _ = optimizer.states[0].sides
+    torch.testing.assert_close(left.inverse, torch.eye(8)[None], rtol=0, atol=0)
+    monkeypatch.undo()
+    train(weight, optimizer, 1)
+    exact = exact_root(optimizer, 4)
+    assert float((left.inverse[0].double() - exact).norm() / exact.norm()) < 1e-3
+
+
+def test_a_tolerance_does_not_keep_a_block_that_was_given_up_at_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Gradients along the axes have diagonal factors, of which the identity is an eigenbasis but no root.
+    weight, optimizer = make((4, 4), solver="qr", refresh_tolerance=0.5)
+    monkeypatch.setattr(module.torch.linalg, "eigh", failing(BOTH))
+    monkeypatch.setattr(torch.linalg, "qr", raising)
+    for step in range(8):
+        weight.grad = torch.diag(torch.tensor([1.0, 2.0, 4.0, 8.0]))
+        optimizer.step()
+        if step == 3:
+            monkeypatch.undo()
+    assert failures(optimizer) == {"left": [0], "right": [0]}
+    left, _ = optimizer.states[0].sides
+    torch.testing.assert_close(left.inverse[0].double(), exact_root(optimizer, 4), rtol=1e-4, atol=1e-5)
 
 
 def test_a_success_between_failures_begins_the_count_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,10 +312,10 @@ def test_a_success_between_failures_begins_the_count_again(monkeypatch: pytest.M
     for _ in range(3):
         monkeypatch.setattr(module.torch.linalg, "eigh", failing(BOTH))
         train(weight, optimizer, 2)
-        assert optimizer.states[0].failures.tolist() == [[2, 2]]
+        assert failures(optimizer) == {"left": [2], "right": [2]}
         monkeypatch.setattr(module.torch.linalg, "eigh", EIGH)
         train(weight, optimizer, 1)
-        assert optimizer.states[0].failures.tolist() == [[0, 0]]
+        assert failures(optimizer) == {"left": [0], "right": [0]}
 
 
 def test_failures_before_the_first_root_take_the_grafting_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,21 +334,22 @@ def test_a_factor_that_is_not_finite_never_reaches_a_root(bad: float) -> None:
     twin_weight, twin = make((8, 6), block_size=4)
     train(weight, optimizer, 2)
     train(twin_weight, twin, 2)
-    state = optimizer.states[0]
-    state.left[1, 0, 0] = bad
+    left, _ = optimizer.states[0].sides
+    left.factor[1, 0, 0] = bad
     train(weight, optimizer, 2, seed=5)
     train(twin_weight, twin, 2, seed=5)
-    assert state.failures.tolist() == [[0, 0], [2, 0], [0, 0], [0, 0]]
-    assert state.left_root.isfinite().all()
+    assert failures(optimizer) == {"left": [0, 2, 0, 0], "right": [0, 0, 0, 0]}
+    assert left.inverse.isfinite().all()
     assert weight.isfinite().all()
     others = torch.ones_like(weight, dtype=torch.bool)
     others[0:4, 3:6] = False
     torch.testing.assert_close(weight[others], twin_weight[others], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", [*Method])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_gradient_that_is_not_finite_never_reaches_a_factor(bad: float) -> None:
-    weight, optimizer = make((8, 6), block_size=4)
+def test_a_gradient_that_is_not_finite_never_reaches_a_factor(bad: float, method: str) -> None:
+    weight, optimizer = make((8, 6), block_size=4, method=method)
     train(weight, optimizer, 2)
     assert weight.grad is not None
     weight.grad[0, 5] = bad
@@ -217,6 +371,29 @@ def test_state_of_other_blocks_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="the block grid or the owners differ"):
         state.load_state_dict(wider.states[0].state_dict())
     with pytest.raises(ValueError, match="expected"):
-        state.load_state_dict({"left": state.left})
+        state.load_state_dict({"scale": state.scale})
     with pytest.raises(ValueError, match="stacks"):
         optimizer.load_block_state_dict(other.block_state_dict())
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading"),
+    [
+        ({"method": "soap"}, {"method": "shampoo"}),
+        ({"method": "soap"}, {"method": "kl-soap"}),
+        ({"method": "kl-soap"}, {"method": "kl-shampoo"}),
+        ({"side": "left"}, {"side": "both"}),
+        ({"solver": "qr"}, {"solver": "eigh"}),
+    ],
+    ids=["method", "estimator", "application", "side", "solver"],
+)
+def test_state_of_another_method_is_refused_with_the_flags_that_may_differ(
+    saved: dict[str, str], loading: dict[str, str]
+) -> None:
+    _, optimizer = make(**saved)
+    _, other = make(**loading)
+    before = {name: tensor.clone() for name, tensor in other.states[0].state_dict().items()}
+    with pytest.raises(ValueError, match=r"another --shampoo-method, --shampoo-side or --shampoo-solver saved it"):
+        other.load_block_state_dict(optimizer.block_state_dict())
+    for name, tensor in other.states[0].state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.shampoo.linalg import inverse_root as module
+from megatron.shampoo.config import Solver
+from megatron.shampoo.linalg import eigen as module
 from megatron.shampoo.linalg.inverse_root import inverse_root
-from megatron.shampoo.preconditioner.refresh import refresh_roots
+from megatron.shampoo.preconditioner.ladder import RUNGS, Refreshed, Task, climb
 
 EPSILON = 1e-6
 EIGH = torch.linalg.eigh
@@ -132,8 +133,16 @@ def test_a_non_finite_matrix_spoils_only_itself(bad: float) -> None:
 def test_input_is_not_modified() -> None:
     batch = torch.stack([gram(6, 8), torch.full((6, 6), torch.nan, dtype=torch.float64), torch.zeros(6, 6)])
     before = batch.clone()
-    refresh_roots(batch, torch.zeros_like(batch), 4, EPSILON, torch.float64)
+    fourth_roots(batch)
     torch.testing.assert_close(batch, before, rtol=0, atol=0, equal_nan=True)
+
+
+NUM_RUNGS = len(RUNGS[Solver.EIGH])
+
+
+def fourth_roots(factors: Tensor) -> Refreshed:
+    """By the ladder of eigendecompositions: in float64, then the same on the CPU."""
+    return climb(factors, None, Task(root=4, trace_scaled=False, epsilon=EPSILON), Solver.EIGH)
 
 
 def raising(matrix: Tensor) -> None:
@@ -154,15 +163,17 @@ def not_orthogonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return eigenvalues, basis
 
 
-Solver = Callable[[Tensor], object]
-BROKEN: dict[str, Solver] = {"raises": raising, "silent nan": silent_nan, "not orthogonal": not_orthogonal}
+Eigensolver = Callable[[Tensor], object]
+BROKEN: dict[str, Eigensolver] = {"raises": raising, "silent nan": silent_nan, "not orthogonal": not_orthogonal}
 
 
 @pytest.fixture
-def break_eigh(monkeypatch: pytest.MonkeyPatch) -> Callable[[Solver, Callable[[Tensor], bool]], list[torch.dtype]]:
+def break_eigh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Eigensolver, Callable[[Tensor], bool]], list[torch.dtype]]:
     """Puts a broken solver in the place of torch's for the inputs that `when` picks; gives the dtypes of all calls."""
 
-    def install(solver: Solver, when: Callable[[Tensor], bool]) -> list[torch.dtype]:
+    def install(solver: Eigensolver, when: Callable[[Tensor], bool]) -> list[torch.dtype]:
         dtypes: list[torch.dtype] = []
 
         def eigh(matrix: Tensor) -> object:
@@ -183,41 +194,43 @@ def test_a_broken_solver_marks_the_roots_unusable(break_eigh: Callable, solver: 
 
 
 @pytest.mark.parametrize("solver", list(BROKEN))
-def test_failure_in_float32_is_retried_in_float64_on_a_copy(break_eigh: Callable, solver: str) -> None:
+def test_failure_of_the_first_attempt_is_retried_on_a_copy(break_eigh: Callable, solver: str) -> None:
     batch = torch.stack([gram(6, 8, seed).float() for seed in range(3)])
     before = batch.clone()
     right = inverse_root(batch, 4, EPSILON, torch.float64).root
-    dtypes = break_eigh(BROKEN[solver], lambda matrix: matrix.dtype is torch.float32)
-    result = refresh_roots(batch, torch.full_like(batch, 7.0), 4, EPSILON, torch.float32)
-    torch.testing.assert_close(result.root, right, rtol=1e-6, atol=1e-6)
+    # An attempt that raises is repeated for each matrix alone before the next attempt begins.
+    num_calls = 4 if solver == "raises" else 1
+    dtypes = break_eigh(BROKEN[solver], lambda matrix: len(dtypes) <= num_calls)
+    result = fourth_roots(batch)
+    torch.testing.assert_close(result.root, right, rtol=0, atol=0)
     torch.testing.assert_close(batch, before, rtol=0, atol=0)
-    assert result.retried.all()
-    assert not result.failed.any()
-    assert dtypes[-1] is torch.float64
+    assert result.rung.tolist() == [1, 1, 1]
+    assert dtypes == [torch.float64] * (num_calls + 1)
 
 
 @pytest.mark.parametrize("solver", list(BROKEN))
-def test_failure_in_both_precisions_keeps_the_previous_root(break_eigh: Callable, solver: str) -> None:
+def test_failure_of_every_attempt_is_told(break_eigh: Callable, solver: str) -> None:
     batch = torch.stack([gram(6, 8, seed).float() for seed in range(3)])
-    previous = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(0))
+    before = batch.clone()
     break_eigh(BROKEN[solver], lambda matrix: True)
-    result = refresh_roots(batch, previous, 4, EPSILON, torch.float32)
-    torch.testing.assert_close(result.root, previous, rtol=0, atol=0)
-    assert result.failed.all()
+    assert fourth_roots(batch).rung.tolist() == [NUM_RUNGS] * 3
+    torch.testing.assert_close(batch, before, rtol=0, atol=0)
 
 
 def test_a_solver_that_fails_on_one_matrix_leaves_the_others_right(break_eigh: Callable) -> None:
     # Marked by a trace that the scaling to unit size keeps: only the second matrix is negative there.
     batch = torch.stack([gram(6, 8, seed).float() for seed in range(3)])
-    right = inverse_root(batch, 4, EPSILON).root
+    right = fourth_roots(batch).root
+    assert right is not None
     marked = batch.clone()
     marked[1] = -marked[1]
     dtypes = break_eigh(raising, lambda matrix: bool((matrix.diagonal(dim1=-2, dim2=-1).sum(-1) < 0).any()))
-    result = refresh_roots(marked, torch.zeros_like(batch), 4, EPSILON, torch.float32)
-    assert result.failed.tolist() == [False, True, False]
-    torch.testing.assert_close(result.root[[0, 2]], right[[0, 2]], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(result.root[1], torch.zeros(6, 6), rtol=0, atol=0)
-    assert dtypes == [torch.float32] * 4 + [torch.float64] * 2
+    result = fourth_roots(marked)
+    assert result.rung.tolist() == [0, NUM_RUNGS, 0]
+    assert result.root is not None
+    torch.testing.assert_close(result.root[[0, 2]], right[[0, 2]], rtol=0, atol=0)
+    # The batch, each of its matrices, then the failed one again: as a batch of one and alone.
+    assert dtypes == [torch.float64] * (4 + 2)
 
 
 def test_other_errors_of_the_solver_are_not_swallowed(break_eigh: Callable) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from megatron.shampoo.config import ShampooConfig
+from megatron.shampoo.config import Method, ShampooConfig
+from megatron.shampoo.methods import factor_sides
 from megatron.shampoo.plan.copies import StridedCopy, merge
 from megatron.shampoo.plan.grid import check_alignment
+from megatron.shampoo.plan.owners import block_cost
 from megatron.shampoo.plan.parts import MatrixParameter, Part, Span
 from megatron.shampoo.plan.plan import Plan, make_plan
 from megatron.shampoo.plan.schedule import make_schedule
@@ -23,7 +27,7 @@ SHAPES = {
 }
 
 
-def gpt(num_ranks: int, sharded: bool) -> list[MatrixParameter]:
+def gpt(num_ranks: int, sharded: bool, config: ShampooConfig) -> list[MatrixParameter]:
     """The matrices of a 24-layer GPT; with `sharded` one flat buffer of them is cut into equal shards."""
     shapes = [(f"layers.{layer}.{name}", layer, shape) for layer in range(LAYERS) for name, shape in SHAPES.items()]
     shard = -(-sum(rows * columns for _, _, (rows, columns) in shapes) // num_ranks)
@@ -34,7 +38,7 @@ def gpt(num_ranks: int, sharded: bool) -> list[MatrixParameter]:
         for rank in range(start // shard, -(-stop // shard)):
             low, high = max(start, rank * shard), min(stop, (rank + 1) * shard)
             spans.append(Span(rank, low - start, high - start))
-        part = Part(name="weight", global_shape=shape)
+        part = Part(name="weight", global_shape=shape, sides=factor_sides(shape, config))
         parameters.append(
             MatrixParameter(name=name, shape=shape, parts=(part,), spans=tuple(spans) if sharded else (), unit=layer)
         )
@@ -42,8 +46,9 @@ def gpt(num_ranks: int, sharded: bool) -> list[MatrixParameter]:
     return parameters
 
 
-def plan_gpt(num_ranks: int, block_size: int, sharded: bool = True) -> Plan:
-    return make_plan(gpt(num_ranks, sharded), num_ranks, ShampooConfig(block_size=block_size), 1)
+def plan_gpt(num_ranks: int, block_size: int, sharded: bool = True, **settings: Any) -> Plan:
+    config = ShampooConfig(block_size=block_size, **settings)
+    return make_plan(gpt(num_ranks, sharded, config), num_ranks, config, 1)
 
 
 def test_a_thousand_ranks_with_blocks_smaller_than_a_shard_are_balanced() -> None:
@@ -60,9 +65,33 @@ def test_a_thousand_ranks_with_blocks_smaller_than_a_shard_are_balanced() -> Non
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_one_node_is_balanced(num_ranks: int, sharded: bool) -> None:
-    load = plan_gpt(num_ranks, 512, sharded).load()
+@pytest.mark.parametrize("method", ["shampoo", "one-sided", "kl-soap"])
+def test_one_node_is_balanced(num_ranks: int, sharded: bool, method: str) -> None:
+    load = plan_gpt(num_ranks, 512, sharded, method=method).load()
     assert max(load) <= 1.1 * sum(load) / len(load)
+
+
+@pytest.mark.parametrize("method", [*Method])
+def test_a_factor_costs_by_its_own_length_and_what_is_left_out_costs_nothing(method: Method) -> None:
+    config = ShampooConfig(method=method)
+    both, left, right, neither = (
+        block_cost((64, 256), sides, config) for sides in ((True, True), (True, False), (False, True), (False, False))
+    )
+    assert neither == 0 < 4 * left < right < both == left + right
+    seldom = dataclasses.replace(config, refresh_interval=100)
+    assert block_cost((64, 256), (True, True), seldom) < both
+
+
+def test_blocks_of_one_shape_with_other_sides_are_stacks_of_their_own() -> None:
+    # qkv and fc1 have their factor on the columns, fc2 and the square projection on the rows.
+    plan = plan_gpt(1, 512, method="one-sided")
+    stacks = make_schedule(plan, 0).stacks
+    assert {(stack.shape, stack.sides) for stack in stacks} == {
+        ((512, 512), (True, False)),
+        ((512, 512), (False, True)),
+    }
+    counts = {stack.sides: len(stack.blocks) for stack in stacks}
+    assert counts == {(True, False): LAYERS * (4 + 16), (False, True): LAYERS * (12 + 16)}
 
 
 def test_a_thousand_ranks_with_blocks_larger_than_a_shard_own_at_most_one() -> None:

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for field in dataclasses.fields(ShampooConfig):
         group.add_argument(
             flag_of(field.name),
+            dest=_dest(field.name),
             default=None,  # None tells a flag that was not given from one that was
             help=_help_text(field),
             **_value_type(field),
@@ -93,6 +94,8 @@ def _value_type(field: dataclasses.Field) -> dict[str, Any]:
     kind = typing.get_type_hints(ShampooConfig)[field.name]
     if isinstance(kind, types.UnionType):
         kind = next(option for option in typing.get_args(kind) if option is not type(None))
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
     if issubclass(kind, enum.Enum):
         return {"choices": [member.value for member in kind]}
     return {"type": kind}

@@ -39,7 +39,7 @@ def use_shampoo(optimizer: Any, model_chunks: Sequence[Any], config: ShampooConf
 
     Collective: every rank (data-parallel groups compare plans; the report is gathered over all ranks).
     """
-    routes = routes_of(model_chunks, get_model_config(model_chunks[0]), _tensor_parallel())
+    routes = routes_of(model_chunks, get_model_config(model_chunks[0]), _tensor_parallel(), config)
     inner = []
     for child in optimizer.chained_optimizers:
         if child.is_stub_optimizer:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.shampoo.mcore.routing import Route
 from megatron.shampoo.optimizer import Shampoo
 from megatron.shampoo.plan.grid import grid_of
+from megatron.shampoo.plan.parts import Part
 from megatron.shampoo.plan.plan import Plan
 
 
@@ -24,6 +25,7 @@ class _Line:
     route: str
     parts: str
     blocks: int
+    factors: int
     numel: int
 
 
@@ -87,7 +89,7 @@ def _line(route: Route, optimizers: Sequence[Shampoo]) -> _Line:
     name = re.sub(r"(linear_fc[12]\.weight)\d+$", r"\1*", name)
     shape = "x".join(map(str, route.parameter.shape))
     if not route.is_preconditioned:
-        return _Line(name, shape, f"AdamW ({route.reason})", "", 0, route.parameter.numel())
+        return _Line(name, shape, f"AdamW ({route.reason})", "", 0, 0, route.parameter.numel())
     optimizer = next(it for it in optimizers if any(known.name == route.name for known in it.plan.parameters))
     alignment, block_size = optimizer.placement.tp_alignment, optimizer.config.block_size
     grids = []
@@ -95,10 +97,24 @@ def _line(route: Route, optimizers: Sequence[Shampoo]) -> _Line:
         rows, columns = grid_of(part, block_size, alignment)
         grids.append((part, len(rows), len(columns), rows[0][1] - rows[0][0], columns[0][1] - columns[0][0]))
     text = ", ".join(
-        f"{part.name} {part.global_shape[0]}x{part.global_shape[1]} in {i}x{j} blocks of {m}x{n}"
+        f"{part.name} {part.global_shape[0]}x{part.global_shape[1]} in {i}x{j} blocks of {m}x{n}{_sides(part)}"
         for part, i, j, m, n in grids
     )
-    return _Line(name, shape, "Shampoo", text, sum(i * j for _, i, j, _, _ in grids), route.parameter.numel())
+    blocks = sum(i * j for _, i, j, _, _ in grids)
+    factors = sum(i * j * sum(part.sides) for part, i, j, _, _ in grids)
+    return _Line(name, shape, "Shampoo", text, blocks, factors, route.parameter.numel())
+
+
+def _sides(part: Part) -> str:
+    if all(part.sides):
+        return ""
+    return f" ({'left' if part.sides[0] else 'right'} factor alone)"
+
+
+def _method(optimizer: Shampoo) -> str:
+    recipe = optimizer.recipe
+    clip = f", update RMS at most {recipe.update_rms_clip:g}" if recipe.update_rms_clip else ""
+    return f"{optimizer.config.method} with grafting {recipe.grafting}{clip}; solver {recipe.solver}"
 
 
 def _balance(plan: Plan) -> float:
@@ -116,11 +132,12 @@ def _text(shares: Sequence[_Share], optimizers: Sequence[Shampoo]) -> str:
     preconditioned = sum(line.numel * count for line, count in counted.items() if line.blocks)
     everything = sum(line.numel * count for line, count in counted.items())
     blocks = sum(line.blocks * count for line, count in counted.items())
-    roots = 2 * blocks
+    factors = sum(line.factors * count for line, count in counted.items())
     interval = optimizers[0].config.refresh_interval if optimizers else 1
     rows += [
         f"  preconditioned: {preconditioned:,} of {everything:,} elements (one tensor-parallel rank), {blocks} blocks",
-        f"  inverse roots: {roots}, about {roots / interval:.1f} refreshed per step (every {interval} steps, by turns)",
+        *(f"  method: {_method(optimizer)}" for optimizer in optimizers[:1]),
+        f"  factors: {factors}, about {factors / interval:.1f} refreshed per step (every {interval} steps, by turns)",
         f"  blocks cut by shard borders: {sum(share.cut for share in shares)} of "
         f"{sum(share.num_blocks for share in shares)}; exchanged bytes per step: {sum(s.sent_bytes for s in shares):,}",
         f"  balance over data-parallel ranks (max/mean of the cost model): "

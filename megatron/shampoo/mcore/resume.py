@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.shampoo.config import ShampooConfig, flag_of
 from megatron.shampoo.mcore.arguments import config_of
+from megatron.shampoo.methods import recipe_of
 
 _LAYOUT = (
     "world_size",
@@ -45,8 +46,11 @@ _LAYOUT = (
 )
 """Megatron's arguments that decide which blocks a rank owns: precision, overlap and buckets move shard borders."""
 
-_GRID = ("block_size", "tp_alignment", "refresh_interval")
+_GRID = ("block_size", "tp_alignment", "refresh_interval", "max_dim", "qkv")
 """Our settings that decide the blocks, their owners and their turns."""
+
+_STATE = ("method", "root", "side", "grafting", "momentum_placement", "factor_dtype", "root_dtype")
+"""Our settings that decide what the state of a block and of its moments means."""
 
 _GROUPS = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
 """Arguments by which Megatron 0.19 finds the parameter groups of a checkpoint again."""
@@ -102,18 +106,28 @@ def _check_layout(saved: Any, args: Any) -> None:
 
 def _check_grid(saved: Any, args: Any, config: ShampooConfig) -> None:
     then, now = _resolved(config_of(saved), saved), _resolved(config, args)
-    for name in _GRID:
+    if recipe_of(config_of(saved)).keeps_basis != recipe_of(config).keeps_basis:
+        raise ValueError(
+            f"--shampoo-solver {config.solver}: the checkpoint was saved with {config_of(saved).solver}, and only one "
+            "of the two keeps an eigenbasis; use that solver, or load the weights alone with --no-load-optim"
+        )
+    for name in (*_GRID, *_STATE):
         if then[name] != now[name]:
             raise ValueError(
-                f"{flag_of(name)} {now[name]}: the checkpoint was saved with {then[name]}, and its factors fit the "
-                "blocks and owners of that value alone; use it, or load the weights alone with --no-load-optim"
+                f"{flag_of(name)} {now[name]}: the checkpoint was saved with {then[name]}, and its state fits "
+                "that value alone; use it, or load the weights alone with --no-load-optim"
             )
 
 
 def _resolved(config: ShampooConfig, args: Any) -> dict[str, Any]:
-    """Settings of the grid, with the alignment that stands for none."""
-    values = {name: getattr(config, name) for name in _GRID}
-    return values | {"tp_alignment": config.tp_alignment or args.tensor_model_parallel_size}
+    """Settings of the grid and the state, with what stands for none."""
+    values = {name: getattr(config, name) for name in (*_GRID, *_STATE)}
+    recipe = recipe_of(config)
+    return values | {
+        "tp_alignment": config.tp_alignment or args.tensor_model_parallel_size,
+        "side": recipe.side,
+        "grafting": recipe.grafting,
+    }
 
 
 def _saved_arguments(args: Any) -> Any:

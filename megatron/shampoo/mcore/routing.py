@@ -9,6 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.shampoo.config import Qkv, ShampooConfig
+from megatron.shampoo.methods import factor_sides
+from megatron.shampoo.plan.grid import grid_of
+from megatron.shampoo.plan.owners import block_cost
 from megatron.shampoo.plan.parts import Part
 
 _LAYER = re.compile(r"\.layers\.\d+$")
@@ -51,13 +55,16 @@ class TensorParallel:
     """Rank among the expert-parallel ranks, which number the experts."""
 
 
-def routes_of(model_chunks: Sequence[Any], config: Any, tensor_parallel: TensorParallel) -> list[Route]:
+def routes_of(
+    model_chunks: Sequence[Any], config: Any, tensor_parallel: TensorParallel, settings: ShampooConfig
+) -> list[Route]:
     """Routes of all trainable parameters of this rank's model chunks.
 
     Args:
         model_chunks: Megatron's, in the order of the optimizer.
         config: the model's `TransformerConfig`.
         tensor_parallel: this rank's place.
+        settings: which sides have factors, and how a fused projection is taken apart.
 
     Returns:
         In the order of the model's own parameters, which is the same on every rank of a data-parallel group.
@@ -70,7 +77,7 @@ def routes_of(model_chunks: Sequence[Any], config: Any, tensor_parallel: TensorP
         layers = _layer_numbers(chunk)
         for local_name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
-                routes.append(_route(local_name, parameter, layers, config, tensor_parallel))
+                routes.append(_route(local_name, parameter, layers, config, tensor_parallel, settings))
     return routes
 
 
@@ -84,7 +91,12 @@ def _layer_numbers(chunk: Any) -> dict[str, int]:
 
 
 def _route(
-    local_name: str, parameter: Tensor, layers: dict[str, int], config: Any, tensor_parallel: TensorParallel
+    local_name: str,
+    parameter: Tensor,
+    layers: dict[str, int],
+    config: Any,
+    tensor_parallel: TensorParallel,
+    settings: ShampooConfig,
 ) -> Route:
     name, unit = _global_name(local_name, layers)
     expert = is_expert(name)
@@ -92,9 +104,12 @@ def _route(
         name, number = _global_expert(name, config, tensor_parallel.expert_parallel_rank)
         unit = unit * (config.num_moe_experts or 1) + number
     reason = _adamw_reason(name, parameter)
-    parts = () if reason else _parts(name, parameter, config, tensor_parallel)
+    parts = () if reason else _parts(name, parameter, config, tensor_parallel, settings)
     if parts and any(min(part.global_shape) == 1 for part in parts):
         parts, reason = (), "a side of 1"
+    parts = tuple(dataclasses.replace(part, sides=factor_sides(part.global_shape, settings)) for part in parts)
+    if not all(any(part.sides) for part in parts):
+        parts, reason = (), f"a side above --shampoo-max-dim {settings.max_dim}"
     return Route(
         name=name,
         is_expert=expert,
@@ -147,15 +162,17 @@ def _adamw_reason(name: str, parameter: Tensor) -> str:
     return ""
 
 
-def _parts(name: str, parameter: Tensor, config: Any, tensor_parallel: TensorParallel) -> tuple[Part, ...]:
+def _parts(
+    name: str, parameter: Tensor, config: Any, tensor_parallel: TensorParallel, settings: ShampooConfig
+) -> tuple[Part, ...]:
     expert = is_expert(name)
     size = tensor_parallel.expert_size if expert else tensor_parallel.size
     rank = tensor_parallel.expert_rank if expert else tensor_parallel.rank
     cut: dict[str, Any] = {"tp_dim": _tp_dim(parameter), "tp_size": size, "tp_rank": rank}
     if cut["tp_dim"] is None:
         cut = {"tp_dim": None, "tp_size": 1, "tp_rank": 0}
-    if name.endswith("self_attention.linear_qkv.weight"):
-        return _attention_parts(name, parameter, config, cut)
+    if name.endswith("self_attention.linear_qkv.weight") and settings.qkv is not Qkv.FUSED:
+        return _attention_parts(name, parameter, config, cut, settings)
     rows, columns = _global_shape(parameter, cut)
     gated = getattr(config, "gated_linear_unit", False) and ".linear_fc1.weight" in name
     if gated and rows % 2 == 0:
@@ -164,7 +181,9 @@ def _parts(name: str, parameter: Tensor, config: Any, tensor_parallel: TensorPar
     return (Part(name="weight", global_shape=(rows, columns), **cut),)
 
 
-def _attention_parts(name: str, parameter: Tensor, config: Any, cut: dict[str, Any]) -> tuple[Part, ...]:
+def _attention_parts(
+    name: str, parameter: Tensor, config: Any, cut: dict[str, Any], settings: ShampooConfig
+) -> tuple[Part, ...]:
     """Q, K and V (and the output gate) of a fused projection, stored interleaved by query group."""
     groups, head = config.num_query_groups, config.kv_channels
     if groups % cut["tp_size"]:
@@ -179,7 +198,33 @@ def _attention_parts(name: str, parameter: Tensor, config: Any, cut: dict[str, A
     sizes = [(part, groups * count) for part, count in rows]
     if sum(size for _, size in sizes) != _global_shape(parameter, cut)[0]:
         raise NotImplementedError(f"{name}: {_global_shape(parameter, cut)[0]} rows are not those of {dict(sizes)}")
-    return _interleaved(parameter, parameter.shape[1], cut, sizes, num_groups=groups)
+    parts = _interleaved(parameter, parameter.shape[1], cut, sizes, num_groups=groups)
+    if settings.qkv is Qkv.HEADS:
+        return tuple(dataclasses.replace(part, row_segments=part.global_shape[0] // head) for part in parts)
+    *others, keys, values = parts
+    merged = dataclasses.replace(
+        keys,
+        name="kv",
+        global_shape=(2 * keys.global_shape[0], keys.global_shape[1]),
+        run_rows=2 * (keys.run_rows or 0),
+    )
+    # Keys and values lie side by side in their group. Where they are narrow, one factor for the two is cheaper.
+    alignment = settings.tp_alignment or cut["tp_size"]
+    if _cost([merged], alignment, settings) < _cost([keys, values], alignment, settings):
+        return (*others, merged)
+    return parts
+
+
+def _cost(parts: Iterable[Part], alignment: int, settings: ShampooConfig) -> float:
+    """Work of the blocks of whole parts by the cost model; without a bound where the alignment does not fit."""
+    total = 0.0
+    for part in parts:
+        if part.tp_dim is not None and part.global_shape[part.tp_dim] % alignment:
+            return float("inf")
+        rows, columns = grid_of(part, settings.block_size, alignment)
+        sides = factor_sides(part.global_shape, settings)
+        total += sum(block_cost((r1 - r0, c1 - c0), sides, settings) for r0, r1 in rows for c0, c1 in columns)
+    return total
 
 
 def _interleaved(

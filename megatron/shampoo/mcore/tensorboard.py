@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.shampoo.optimizer import Shampoo
+from megatron.shampoo.refreshing import MAX_FAILURES_IN_A_ROW
 
 
 def time_next_step(optimizers: Sequence[Shampoo], iteration: int, interval: int) -> None:
@@ -65,7 +67,21 @@ def _figures(optimizer: Shampoo) -> dict[str, Any]:
         "refreshes": optimizer.metrics.refreshes,
         "bytes": optimizer.planned_bytes,
         "ages": [age for stack in ages for age in stack],
-        "conditions": [value for state in optimizer.states for value in state.condition.flatten().tolist()],
+        "conditions": [
+            value
+            for state in optimizer.states
+            for side in state.sides
+            for value in side.condition.tolist()
+            if not math.isnan(value)  # the Newton iterations do not know it
+        ],
+        "skipped": optimizer.metrics.skipped,
+        "failed": optimizer.metrics.failed,
+        "given_up": [
+            float(count >= MAX_FAILURES_IN_A_ROW)
+            for state in optimizer.states
+            for side in state.sides
+            for count in side.failures.tolist()
+        ],
         "ratios": [value for ratio in optimizer.metrics.graft_ratios for value in ratio.tolist()],
         "seconds": optimizer.clock.seconds(),
     }
@@ -78,6 +94,9 @@ def _summary(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     phases = sorted({phase for rank in ranks for phase in rank["seconds"]})
     return {
         "refreshes": float(sum(rank["refreshes"] for rank in ranks)),
+        "refreshes-skipped": float(sum(rank["skipped"] for rank in ranks)),
+        "refreshes-failed": float(sum(rank["failed"] for rank in ranks)),
+        "factors-given-up": sum(together("given_up")),
         "root-age-max": max(together("ages")),
         "condition-max": max(together("conditions")),
         "condition-median": statistics.median(together("conditions")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 from megatron.shampoo.plan.parts import MatrixParameter, Part
 
@@ -23,6 +24,8 @@ class Block:
     shape: tuple[int, int]
     ordinal: int
     """Global number within the model's blocks that the refresh turn comes from."""
+    sides: tuple[bool, bool] = (True, True)
+    """Whether it has a left and a right factor."""
 
     @property
     def numel(self) -> int:
@@ -77,13 +80,14 @@ def grid_of(part: Part, block_size: int, tp_alignment: int) -> tuple[list[tuple[
     """Row cuts and column cuts of the global part.
 
     Args:
-        part: the part; its tensor-parallel dimension, if any, is cut into `tp_alignment` segments first.
+        part: the part; its tensor-parallel dimension, if any, is cut into `tp_alignment` segments first, its rows into
+            its own segments (heads).
         block_size: largest side of a block.
         tp_alignment: number of segments.
     """
-    return tuple(  # type: ignore[return-value]
-        cut(part.global_shape[dim], tp_alignment if dim == part.tp_dim else 1, block_size) for dim in (0, 1)
-    )
+    aligned = [tp_alignment if dim == part.tp_dim else 1 for dim in (0, 1)]
+    segments = (math.lcm(aligned[0], part.row_segments), aligned[1])
+    return tuple(cut(part.global_shape[dim], segments[dim], block_size) for dim in (0, 1))  # type: ignore[return-value]
 
 
 def blocks_of(parameter: MatrixParameter, index: int, first: int, block_size: int, tp_alignment: int) -> list[Block]:
@@ -109,7 +113,7 @@ def blocks_of(parameter: MatrixParameter, index: int, first: int, block_size: in
                     continue
                 ordinal = first + i * len(column_cuts) + j
                 start, shape = (top - row0, left - column0), (bottom - top, right - left)
-                blocks.append(Block(index, part_index, (i, j), start, shape, ordinal))
+                blocks.append(Block(index, part_index, (i, j), start, shape, ordinal, part.sides))
         first += len(row_cuts) * len(column_cuts)
     return blocks
 

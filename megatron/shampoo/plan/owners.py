@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.shampoo.config import ShampooConfig
+from megatron.shampoo.methods import Application, Estimator, recipe_of
 from megatron.shampoo.plan.fragments import Fragment
 from megatron.shampoo.plan.grid import Block
 
 
-def block_cost(shape: tuple[int, int], refresh_interval: int) -> float:
+def block_cost(shape: tuple[int, int], sides: tuple[bool, bool], config: ShampooConfig) -> float:
     """Multiply-adds that a block costs its owner per step.
 
-    Factor update m n (m + n), application m n (m + n), and every `refresh_interval` steps two eigendecompositions
-    with the product that builds the root, about 10 d^3 each.
+    For every side of length d: the factor update m n d, as much for every product with a root or basis, and every
+    `refresh_interval` steps a decomposition with the products around it, about 10 d^3.
+
+    Args:
+        shape: m and n.
+        sides: which have factors.
+        config: method and refresh interval.
 
     Source: Golub and Van Loan, Matrix Computations (4th edition), section 8.3 (about 9 d^3 for tridiagonal QR
     with vectors).
     """
-    m, n = shape
-    return 2.0 * m * n * (m + n) + 10.0 * (m**3 + n**3) / refresh_interval
+    recipe = recipe_of(config)
+    products = 2.0 if recipe.application is Application.ROOT else 4.0  # the factor; into the basis twice, and back
+    if recipe.estimator is Estimator.KL:
+        products += 1.0
+    numel = shape[0] * shape[1]
+    lengths = [length for length, present in zip(shape, sides, strict=True) if present]
+    return sum(products * numel * length + 10.0 * length**3 / config.refresh_interval for length in lengths)
 
 
 def assign_owners(
     blocks: Sequence[Block],
     fragments: Sequence[Sequence[Fragment]],
     num_ranks: int,
-    refresh_interval: int,
+    config: ShampooConfig,
 ) -> list[int]:
     """Owner rank of every block, the same on every rank.
 
@@ -36,17 +48,17 @@ def assign_owners(
         blocks: the plan's blocks.
         fragments: for each block its fragments; none where every rank holds all of it.
         num_ranks: data-parallel size.
-        refresh_interval: for the cost model.
+        config: for the cost model and the refresh turns.
 
     Returns:
         For each block its owner.
     """
-    cost = [block_cost(block.shape, refresh_interval) for block in blocks]
+    cost = [block_cost(block.shape, block.sides, config) for block in blocks]
     load = [0.0] * num_ranks
     owners = [0] * len(blocks)
     # Dearest first: the greedy rule that balances best. Equal blocks in the order of their refresh turns, so that those
     # of one turn are dealt out to different ranks and no rank has all the roots of a step.
-    turn = [block.ordinal % refresh_interval for block in blocks]
+    turn = [block.ordinal % config.refresh_interval for block in blocks]
     for index in sorted(range(len(blocks)), key=lambda index: (-cost[index], turn[index], index)):
         most = max((fragment.numel for fragment in fragments[index]), default=0)
         holders = [fragment.rank for fragment in fragments[index] if fragment.numel == most]

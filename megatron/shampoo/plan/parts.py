@@ -26,6 +26,10 @@ class Part:
     run_rows: int | None = None
     """Rows in a run; None for one run of all local rows."""
     run_stride: int = 0
+    sides: tuple[bool, bool] = (True, True)
+    """Whether its blocks have a left and a right factor; at least one."""
+    row_segments: int = 1
+    """Equal segments that the rows are cut into before blocks are, e.g. heads."""
 
     @property
     def local_offset(self) -> tuple[int, int]:

@@ -23,7 +23,7 @@ class Plan:
     """For each block its fragments; empty where the parameters are replicated."""
     owners: tuple[int, ...]
     num_ranks: int
-    refresh_interval: int
+    config: ShampooConfig
 
     @property
     def replicated(self) -> bool:
@@ -44,12 +44,19 @@ class Plan:
         """Cost-model work of each rank, in multiply-adds per step."""
         load = [0.0] * self.num_ranks
         for block, owner in zip(self.blocks, self.owners, strict=True):
-            load[owner] += block_cost(block.shape, self.refresh_interval)
+            load[owner] += block_cost(block.shape, block.sides, self.config)
         return load
 
     def digest(self) -> str:
         """Hash of everything in the plan; ranks that differ must not run together."""
-        fields = (self.parameters, self.blocks, self.fragments, self.owners, self.num_ranks, self.refresh_interval)
+        fields = (
+            self.parameters,
+            self.blocks,
+            self.fragments,
+            self.owners,
+            self.num_ranks,
+            self.config.refresh_interval,
+        )
         return hashlib.sha256(repr(fields).encode()).hexdigest()
 
 
@@ -62,7 +69,7 @@ def make_plan(parameters: Sequence[MatrixParameter], num_ranks: int, config: Sha
     Args:
         parameters: in an order that is the same on every rank of the group; all replicated or all with spans.
         num_ranks: data-parallel size.
-        config: block size and refresh interval.
+        config: block size, refresh interval, method.
         tp_alignment: segments into which a tensor-parallel dimension is cut.
 
     Raises:
@@ -89,7 +96,7 @@ def make_plan(parameters: Sequence[MatrixParameter], num_ranks: int, config: Sha
         parameters=tuple(parameters),
         blocks=tuple(blocks),
         fragments=fragments,
-        owners=tuple(assign_owners(blocks, fragments, num_ranks, config.refresh_interval)),
+        owners=tuple(assign_owners(blocks, fragments, num_ranks, config)),
         num_ranks=num_ranks,
-        refresh_interval=config.refresh_interval,
+        config=config,
     )

@@ -22,9 +22,11 @@ PAYLOADS = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stack:
-    """Blocks of one shape that a rank owns; they are computed together as one batch."""
+    """Blocks of one shape and one choice of sides that a rank owns; they are computed together as one batch."""
 
     shape: tuple[int, int]
+    sides: tuple[bool, bool]
+    """Whether they have a left and a right factor."""
     blocks: tuple[int, ...]
     """Plan indices, in the order of the batch."""
 
@@ -109,11 +111,12 @@ def owned_numel(plan: Plan, rank: int) -> int:
 
 
 def _stacks(plan: Plan, rank: int) -> tuple[Stack, ...]:
-    by_shape: dict[tuple[int, int], list[int]] = {}
+    by_kind: dict[tuple[tuple[int, int], tuple[bool, bool]], list[int]] = {}
     for index, owner in enumerate(plan.owners):
         if owner == rank:
-            by_shape.setdefault(plan.blocks[index].shape, []).append(index)
-    return tuple(Stack(shape, tuple(blocks)) for shape, blocks in sorted(by_shape.items()))
+            block = plan.blocks[index]
+            by_kind.setdefault((block.shape, block.sides), []).append(index)
+    return tuple(Stack(shape, sides, tuple(blocks)) for (shape, sides), blocks in sorted(by_kind.items()))
 
 
 def _span_start(plan: Plan, parameter: int, rank: int) -> int:

@@ -1,31 +1,112 @@
-"""Kronecker factors of a block: accumulate them, and turn them into inverse roots.
+"""Accumulation of the Kronecker factors of a batch of blocks.
 
-Legend: G is a block's gradient (m x n), L its left factor matrix (m x m), R its right one (n x n).
+Legend: G is a block's gradient (m x n), L its left factor matrix (m x m), R its right one (n x n). Of a factor only the
+lower triangle is kept up to date.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from megatron.shampoo.linalg.precision import full_float32
+from megatron.shampoo.linalg.symmetric import lower_gram_
+
+MAX_NORMALISED = 2.0**50
+"""Largest entry of a normalised gradient: its products stay far below float32's largest number. A gradient that grew by
+1e15 is cut there, and by then outweighs everything before it anyway."""
 
 
-def update_factors_(left: Tensor, right: Tensor, gradient: Tensor, beta: float) -> None:
-    """Accumulate the factor matrices of a batch of blocks in place.
+class Normalised(NamedTuple):
+    """Result of `normalise_`."""
 
-    L <- beta L + (1 - beta) G G',  R <- beta R + (1 - beta) G' G.
+    scale: Tensor
+    """`(blocks,)`, power of two; zero while no gradient but zero was seen."""
+    is_nonzero: Tensor
+    """`(blocks,)` bool: this gradient is finite and not zero."""
+
+
+def normalise_(gradient: Tensor, scale: Tensor) -> Normalised:
+    """Divide every block's gradient by the block's scale, in place; set scales that are not set yet.
+
+    The scale is the power of two at the largest entry of the first gradient that is not zero, so that products of
+    gradients neither underflow nor overflow: float32 squares of 1e-20 are zero. Being a power of two it costs no
+    rounding. A gradient that is not finite becomes zero: a moving average would keep it for ever.
 
     Args:
-        left: `(blocks, m, m)` float32, overwritten.
-        right: `(blocks, n, n)` float32, overwritten.
-        gradient: `(blocks, m, n)` float32.
+        gradient: `(blocks, m, n)`, overwritten.
+        scale: `(blocks,)`, zero where not set; not modified.
+    """
+    peak = torch.linalg.vector_norm(gradient, ord=torch.inf, dim=(-2, -1))
+    finite = peak.isfinite()
+    is_nonzero = finite & (peak > 0)
+    exponent = torch.frexp(peak)[1]
+    scale = torch.where((scale == 0) & is_nonzero, torch.ldexp(torch.ones_like(peak), exponent), scale)
+    factor = torch.where(scale > 0, 1 / scale, torch.ones_like(scale))
+    factor = factor * (MAX_NORMALISED / (peak * factor)).clamp_max(1)
+    # NaN times zero is NaN. On a GPU to look whether there is any would cost a synchronisation.
+    if gradient.is_cuda or not bool(finite.all()):
+        gradient.masked_fill_(~finite[:, None, None], 0)
+        factor = torch.where(finite, factor, torch.ones_like(factor))
+    gradient.mul_(factor[:, None, None])
+    return Normalised(scale, is_nonzero)
+
+
+def update_factors_(left: Tensor | None, right: Tensor | None, gradient: Tensor, beta: float) -> None:
+    """Accumulate outer products in place: L <- beta L + (1 - beta) G G',  R <- beta R + (1 - beta) G' G.
+
+    Args:
+        left: `(blocks, m, m)`, overwritten; None where the blocks have no left factor.
+        right: `(blocks, n, n)`, likewise.
+        gradient: `(blocks, m, n)`.
         beta: decay per step.
 
     Source: Gupta et al. 2018 (arXiv:1802.09568), algorithm 1, with a moving average in place of the sum.
     """
     with full_float32():
-        left.baddbmm_(gradient, gradient.mT, beta=beta, alpha=1.0 - beta)
-        right.baddbmm_(gradient.mT, gradient, beta=beta, alpha=1.0 - beta)
+        if left is not None:
+            lower_gram_(left, gradient, beta, 1.0 - beta)
+        if right is not None:
+            lower_gram_(right, gradient.mT, beta, 1.0 - beta)
+
+
+def update_whitened_factors_(
+    left: Tensor,
+    right: Tensor,
+    gradient: Tensor,
+    bases: tuple[Tensor, Tensor],
+    eigenvalues: tuple[Tensor, Tensor],
+    beta: float,
+) -> Tensor:
+    """Accumulate products whitened by the other factor, in place.
+
+    L <- beta L + (1 - beta)/n G Q_R diag(1/l_R) Q_R' G',  R <- beta R + (1 - beta)/m G' Q_L diag(1/l_L) Q_L' G.
+
+    Args:
+        left: `(blocks, m, m)`, overwritten.
+        right: `(blocks, n, n)`, overwritten.
+        gradient: `(blocks, m, n)`.
+        bases: Q_L `(blocks, m, m)` and Q_R `(blocks, n, n)`, of the last refresh.
+        eigenvalues: l_L `(blocks, m)` and l_R `(blocks, n)`, positive.
+        beta: decay per step.
+
+    Returns:
+        The gradient in the basis, Q_L' G Q_R, `(blocks, m, n)`.
+
+    Source: Lin et al. (arXiv:2509.03378), the stationarity condition of the Kullback-Leibler objective.
+    """
+    rows, columns = gradient.shape[-2:]
+    with full_float32():
+        by_right = torch.bmm(gradient, bases[1])
+        rotated = torch.bmm(bases[0].mT, by_right)
+        by_right.mul_(eigenvalues[1].rsqrt().unsqueeze(-2))
+        lower_gram_(left, by_right, beta, (1.0 - beta) / columns)
+        by_left = torch.bmm(bases[0].mT, gradient)
+        by_left.mul_(eigenvalues[0].rsqrt().unsqueeze(-1))
+        lower_gram_(right, by_left.mT, beta, (1.0 - beta) / rows)
+    return rotated
 
 
 def bias_correction(beta: float, num_updates: Tensor) -> Tensor:

@@ -1,0 +1,159 @@
+"""The course of the benchmark: its parts as child processes, results, tables, figure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron.demo.process import error_lines, running
+from megatron.experiments import bench_steps
+from megatron.experiments.bench_machine import describe
+from megatron.experiments.bench_names import METHODS, RIVALS
+from megatron.experiments.bench_report import draw, tables
+
+LAST_LINES = 15
+
+
+class BenchFailedError(RuntimeError):
+    """A part of the benchmark ended early; the message says where and how."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    """What to measure; the command line checks the values."""
+
+    root: Path
+    """The checkout."""
+    parts: Sequence[str]
+    layouts: Sequence[str]
+    optimizers: Sequence[str]
+    widths: Sequence[int]
+    layers: Sequence[int]
+    """Of each width."""
+    rounds: int
+    """Of whole training runs."""
+    step_iterations: int
+    """Steps of a training run."""
+    optimizer_iterations: int
+    """Steps of the optimizers alone."""
+    out: Path
+    data_flags: Sequence[str]
+    flags: Sequence[str]
+    """More flags of `pretrain_gpt.py`."""
+    command: str
+
+
+def run_bench(options: BenchOptions, console: Console) -> list[str]:
+    """Measure, print the tables, write `results.json` and `bench.png`.
+
+    Args:
+        options: what to measure.
+        console: where the tables go; progress goes to standard error.
+
+    Returns:
+        What should have run and did not: baselines and our own.
+
+    Raises:
+        BenchFailedError: a part ended early.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "command": options.command,
+        "machine": describe(options.root),
+        "options": {
+            field.name: getattr(options, field.name)
+            for field in dataclasses.fields(options)
+            if field.name not in ("root", "out", "command")
+        },
+    }
+    if "steps" in options.parts:
+        results["steps"] = _steps(options)
+        _write(results, options.out)
+    if "optimizer" in options.parts:
+        results["optimizer"] = [
+            _alone(options, width, layers, with_turns=number == 0)
+            for number, (width, layers) in enumerate(zip(options.widths, options.layers, strict=True))
+        ]
+        _write(results, options.out)
+    draw(results, options.out / "bench.png")
+    for table in tables(results):
+        console.print(table)
+    for note in _notes(options):
+        console.print(note, highlight=False)
+    return [
+        f"{row['optimizer']} on {row['layout']}: {row['reason']}"
+        for row in results.get("steps", [])
+        if "reason" in row and row["optimizer"] not in RIVALS
+    ]
+
+
+def _write(results: dict[str, Any], out: Path) -> None:
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _notes(options: BenchOptions) -> list[str]:
+    found = []
+    if "optimizer" in options.parts:
+        found.append(
+            "floor: matrix products that the method cannot do without, a symmetric one counted half, at the speed of "
+            "batched float32 products on this machine; and the refreshes of one step on average, by themselves."
+        )
+        found.append(
+            "not staggered: every block refreshes in the same step. megatron-soap takes one step in ten rounds: its "
+            "steps are all alike. peak: of a process of its own."
+        )
+    return [*found, f"{options.out / 'results.json'} has every step; {options.out / 'bench.png'} the figure."]
+
+
+def _steps(options: BenchOptions) -> list[dict[str, Any]]:
+    request = {
+        "entry": str(options.root / "pretrain_gpt.py"),
+        "folder": str((options.out / "steps").resolve()),
+        "layouts": list(options.layouts),
+        "optimizers": list(options.optimizers),
+        "rounds": options.rounds,
+        "iterations": options.step_iterations,
+        "flags": [*(options.data_flags or bench_steps.MOCK_DATA), *options.flags],
+    }
+    rows: list[dict[str, Any]] = _work(options, "steps", ["megatron.experiments.bench_steps"], request)["rows"]
+    return rows
+
+
+def _alone(options: BenchOptions, width: int, layers: int, *, with_turns: bool) -> dict[str, Any]:
+    """Measure one width; without staggering too at the first one: the turns do not depend on the width."""
+    sizes = {"width": width, "layers": layers}
+    chosen = [(name, True) for name in options.optimizers]
+    chosen += [(name, False) for name in options.optimizers if name in METHODS and with_turns]
+    module = "megatron.experiments.bench_alone"
+    request = {**sizes, "optimizers": chosen, "steps": options.optimizer_iterations}
+    found = _work(options, f"width{width}", [module, "measure"], request)
+    rows = [row for row in found["rows"] if "reason" not in row and row.get("staggered", True)]
+    request = {**sizes, "optimizers": [row["optimizer"] for row in rows]}
+    peaks = _work(options, f"width{width}_memory", [module, "memory"], request)["peak_bytes"]
+    for row in rows:
+        row["peak_bytes"] = peaks[row["optimizer"]]
+    return found
+
+
+def _work(options: BenchOptions, name: str, module: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
+    """Run a module of this package on a request in a process of its own; its output is shown and kept."""
+    folder = options.out / "work"
+    folder.mkdir(exist_ok=True)
+    asked, answer, log = (folder / f"{name}.{kind}" for kind in ("request.json", "result.json", "log"))
+    asked.write_text(json.dumps(request))
+    answer.unlink(missing_ok=True)
+    command = [sys.executable, "-W", "ignore", "-m", *module, str(asked.resolve()), str(answer.resolve())]
+    with running(command, log=log, cwd=options.root, env={"PYTHONUNBUFFERED": "1"}) as (process, lines):
+        for line in lines:
+            print(line, end="", file=sys.stderr, flush=True)
+    if process.returncode or not answer.exists():
+        last = "\n".join(f"  {line}" for line in error_lines(log, LAST_LINES))
+        raise BenchFailedError(f"{name} ended with status {process.returncode}; from {log}:\n{last}")
+    found: dict[str, Any] = json.loads(answer.read_text())
+    return found

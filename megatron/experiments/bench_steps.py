@@ -1,0 +1,204 @@
+"""Whole training steps: seconds per step of real `pretrain_gpt.py` runs, in interleaved rounds.
+
+    python -m megatron.experiments.bench_steps REQUEST.json RESULT.json
+
+Within a layout every round runs each optimizer once, every other round in the opposite order, so that a machine that
+slows down or speeds up does so for all alike. `tools/bench.py` writes the request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.demo.process import error_lines
+from megatron.demo.training_log import TrainingLog
+from megatron.experiments.bench_names import BASELINES, LAYOUTS, METHODS, MUON_NOTE, MUON_ON_CPU, WARM_UP
+from megatron.experiments.bench_stats import summarize
+
+SEQUENCE_LENGTH = 128
+GLOBAL_BATCH = 32
+MODEL = shlex.split(
+    f"""--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length {SEQUENCE_LENGTH}
+--max-position-embeddings {SEQUENCE_LENGTH} --position-embedding-type rope --untie-embeddings-and-output-weights
+--attention-dropout 0 --hidden-dropout 0 --global-batch-size {GLOBAL_BATCH} --lr 1e-3 --lr-decay-style constant
+--weight-decay 0.1 --clip-grad 1.0 --num-workers 0 --log-interval 1 --eval-iters 0 --eval-interval 100000"""
+)
+MOCK_DATA = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1023")
+DISTRIBUTED = "--use-distributed-optimizer"
+TIMEOUT_SECONDS = 900.0
+
+_PREFIX = re.compile(r"^(\[rank\d+\]: )?([\w./-]+: )?error: |^\[rank\d+\]: ")
+
+
+def flags_of(optimizer: str, layout: str, iterations: int, more: Sequence[str], *, on_cpu: bool) -> list[str]:
+    """Command line of one run.
+
+    Args:
+        optimizer: one of `OPTIMIZERS`.
+        layout: key of `LAYOUTS`.
+        iterations: steps.
+        more: data, and the user's flags, which win.
+        on_cpu: whether the run is on CPU.
+
+    Returns:
+        Flags of `pretrain_gpt.py`.
+    """
+    if optimizer in METHODS:
+        chosen = ["--optimizer", "shampoo", "--shampoo-method", optimizer]
+    else:
+        chosen = ["--optimizer", optimizer.removeprefix("megatron-")]
+    if optimizer == "megatron-muon" and on_cpu:
+        chosen += ["--muon-fp32-matmul-prec", MUON_ON_CPU]
+    places = [flag for flag in LAYOUTS[layout].flags if not (optimizer == "sgd" and flag == DISTRIBUTED)]
+    return [*MODEL, *places, *chosen, "--train-iters", str(iterations), *more]
+
+
+def note_of(optimizer: str, layout: str, *, on_cpu: bool) -> str | None:
+    """What `flags_of` has changed for an optimizer that could not run well as it is.
+
+    Args:
+        optimizer: one of `OPTIMIZERS`.
+        layout: key of `LAYOUTS`.
+        on_cpu: whether the run is on CPU.
+
+    Returns:
+        A note for the table, if there is one.
+    """
+    if optimizer == "sgd" and DISTRIBUTED in LAYOUTS[layout].flags:
+        return "without the distributed optimizer, which refuses it"
+    return MUON_NOTE if optimizer == "megatron-muon" and on_cpu else None
+
+
+def read_seconds(logs: Sequence[Path]) -> list[float]:
+    """Seconds of each step, from whichever rank has logged them.
+
+    Args:
+        logs: of the ranks.
+
+    Returns:
+        As many as iterations were logged.
+    """
+    found: list[float] = []
+    for path in logs:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            found += [iteration.seconds for iteration in TrainingLog.of(lines).iterations]
+    return found
+
+
+def reason(logs: Sequence[Path], status: int) -> str:
+    """Say why a run ended early.
+
+    Args:
+        logs: of the ranks.
+        status: the exit status.
+
+    Returns:
+        The first line of a log that names an error, shortened.
+    """
+    if status < 0:
+        return f"ended by signal {-status} (after {TIMEOUT_SECONDS:.0f} s it is killed)"
+    lines = [line for path in logs for line in error_lines(path, 1)]
+    named = [line for line in lines if "rror" in line] or lines or [f"ended with status {status}"]
+    text = _PREFIX.sub("", named[0].strip())
+    return text if len(text) <= 240 else text[:237] + "..."
+
+
+def rows_of(
+    layout: str, measured: Mapping[str, Sequence[float]], reasons: Mapping[str, str], *, on_cpu: bool
+) -> list[dict[str, Any]]:
+    """Reduce a layout's measurements to rows of the table.
+
+    Args:
+        layout: key of `LAYOUTS`.
+        measured: seconds of the measured steps of each optimizer that ran.
+        reasons: why the others did not.
+        on_cpu: whether the runs were on CPU.
+
+    Returns:
+        A row for each optimizer, in the order of the arguments.
+    """
+    medians = {name: summarize(seconds).median for name, seconds in measured.items()}
+    rows: list[dict[str, Any]] = []
+    for name, seconds in measured.items():
+        summary = summarize(seconds)
+        rows.append({
+            "layout": layout,
+            "optimizer": name,
+            "seconds": summary.as_dict(),
+            "tokens_per_second": GLOBAL_BATCH * SEQUENCE_LENGTH / summary.median,
+            **{f"over_{base}": summary.median / medians[base] for base in BASELINES if base in medians},
+            "note": note_of(name, layout, on_cpu=on_cpu),
+            "all_seconds": list(seconds),
+        })  # fmt: skip
+    return rows + [{"layout": layout, "optimizer": name, "reason": why} for name, why in reasons.items()]
+
+
+def measure(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Run everything.
+
+    Args:
+        request: entry, folder, layouts, optimizers, rounds, iterations, flags.
+
+    Returns:
+        All rows.
+    """
+    from megatron.experiments.bench_ranks import Ranks
+
+    ranks = Ranks(Path(request["entry"]), TIMEOUT_SECONDS)
+    rows = []
+    for layout in request["layouts"]:
+        measured: dict[str, list[float]] = {name: [] for name in request["optimizers"]}
+        reasons: dict[str, str] = {}
+        for number in range(request["rounds"]):
+            for name in _order(request["optimizers"], number):
+                if name in reasons:
+                    continue
+                print(f"steps, {layout}, round {number + 1} of {request['rounds']}: {name}", flush=True)
+                folder = Path(request["folder"]) / f"{layout}_{name}_{number + 1}"
+                found = _run_once(ranks, layout, name, request, folder)
+                if isinstance(found, str):
+                    print(f"  did not run: {found}", flush=True)
+                    reasons[name] = found
+                else:
+                    measured[name] += found
+        ran = {name: seconds for name, seconds in measured.items() if name not in reasons}
+        rows += rows_of(layout, ran, reasons, on_cpu=ranks.on_cpu)
+    return rows
+
+
+def _order(optimizers: Sequence[str], number: int) -> list[str]:
+    return list(optimizers) if number % 2 == 0 else list(reversed(optimizers))
+
+
+def _run_once(ranks: Any, layout: str, optimizer: str, request: Mapping[str, Any], folder: Path) -> list[float] | str:
+    """Seconds of the measured steps of one run, or why it did not end well."""
+    world_size = LAYOUTS[layout].world_size
+    refusal = ranks.refusal(world_size)
+    if refusal:
+        return str(refusal)
+    flags = flags_of(optimizer, layout, request["iterations"], request["flags"], on_cpu=ranks.on_cpu)
+    status = ranks.run(flags, world_size, folder)
+    logs = sorted(folder.glob("*.log"))
+    if status:
+        return reason(logs, status)
+    seconds = read_seconds(logs)
+    if len(seconds) != request["iterations"]:
+        return f"logged {len(seconds)} of {request['iterations']} steps, see {folder}"
+    return seconds[WARM_UP:]
+
+
+def main() -> None:
+    """Read the request, write the rows."""
+    request, result = (Path(path) for path in sys.argv[1:])
+    rows = measure(json.loads(request.read_text()))
+    result.write_text(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

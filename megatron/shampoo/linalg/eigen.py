@@ -1,0 +1,90 @@
+"""Eigendecompositions of batches of symmetric positive semi-definite matrices, with a verdict for each matrix."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.shampoo.linalg.threads import over_batch
+
+ZERO_EIGENVALUE = 1e-36
+"""Below this largest entry a matrix counts as zero: its basis is the identity. Smallest normal float32: 1.2e-38."""
+
+MAX_SKEW = 1e-3
+"""Largest |Q'Q - I| of a basis that may be used: on ill-conditioned input a solver may return worse, and no error."""
+
+
+class Eigen(NamedTuple):
+    """Result of `eigenbasis`."""
+
+    values: Tensor
+    """`(..., d)`, ascending, not negative, of the working dtype; ones for a zero matrix."""
+    basis: Tensor
+    """`(..., d, d)`, columns are eigenvectors, of the working dtype; the identity for a zero matrix."""
+    usable: Tensor
+    """`(...,)` bool: finite, orthogonal and computed without an error."""
+
+
+def eigenbasis(matrices: Tensor, dtype: torch.dtype | None = None) -> Eigen:
+    """Eigenvalues and eigenvectors: A = Q diag(l) Q'. Only the lower triangle is read.
+
+    Args:
+        matrices: `(..., d, d)`, symmetric; not modified.
+        dtype: working dtype; None for that of the input.
+
+    Returns:
+        An error or a non-finite value in one matrix marks that one alone.
+    """
+    dtype = dtype or matrices.dtype
+    try:
+        return _eigh(matrices, dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # LinAlgError, and what cuSOLVER's own failures arrive as
+        pass
+    # One matrix of a batch failed: find out which, on copies, since a failed solver may have overwritten its input.
+    single = matrices.reshape(-1, *matrices.shape[-2:])
+    parts = [_one(matrix, dtype) for matrix in single]
+    batch = matrices.shape[:-2]
+    return Eigen(*(torch.stack(each).reshape(*batch, *each[0].shape) for each in zip(*parts, strict=True)))
+
+
+def _one(matrix: Tensor, dtype: torch.dtype) -> Eigen:
+    try:
+        return _eigh(matrix, dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        failed = torch.zeros((), dtype=torch.bool, device=matrix.device)
+        basis = torch.full_like(matrix, torch.nan, dtype=dtype)
+        return Eigen(basis[0].clone(), basis, failed)
+
+
+def _eigh(matrices: Tensor, dtype: torch.dtype) -> Eigen:
+    work = matrices.to(dtype, copy=True)
+    # Scaled to unit size: LAPACK and cuSOLVER lose accuracy near the ends of the exponent range.
+    scale, is_zero, finite = sizes(work)
+    replaced = (is_zero | ~finite)[..., None, None]
+    eye = torch.eye(work.shape[-1], dtype=dtype, device=work.device)
+    # A matrix that is zero or not finite is replaced before the solver sees it: neither may spoil its batch.
+    work = torch.where(replaced, eye, work / scale)
+    values, basis = over_batch(torch.linalg.eigh, work)
+    usable = finite & values.isfinite().all(-1) & is_orthogonal(basis)
+    return Eigen(values.clamp_min(0) * scale.squeeze(-1), basis, usable)
+
+
+def sizes(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest entries `(..., 1, 1)` (one where zero or not finite); which are zero, which finite (both `(...,)`)."""
+    scale = matrices.abs().amax(dim=(-2, -1), keepdim=True)
+    finite = scale.isfinite()
+    is_zero = scale <= ZERO_EIGENVALUE
+    scale = torch.where(is_zero | ~finite, torch.ones_like(scale), scale)
+    return scale, is_zero[..., 0, 0], finite[..., 0, 0]
+
+
+def is_orthogonal(basis: Tensor) -> Tensor:
+    """Which bases `(..., d, d)` are finite and satisfy |Q'Q - I| < `MAX_SKEW`, largest entry."""
+    eye = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+    return (basis.mT @ basis - eye).abs().amax(dim=(-2, -1)) < MAX_SKEW  # a comparison with NaN is false

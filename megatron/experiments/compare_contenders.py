@@ -40,7 +40,7 @@ class Contender:
     """In tables and figures."""
     flags: tuple[str, ...]
     """Of `pretrain_gpt.py`."""
-    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
     """Learning rates to try, ascending."""
     is_ours: bool = False
     remark: str = ""
@@ -75,6 +75,7 @@ CONTENDERS = _by_name(
                 *("--optimizer", "muon", "--muon-momentum", "0.95", "--muon-nesterov"),
                 *("--muon-fp32-matmul-prec", "high"),
             ),
+            rates=(3e-3, 1e-2, 3e-2),
             remark="momentum 0.95 with Nesterov, as published; products in fp32, since bf16 is slower on a CPU; "
             "Megatron's spectral scale",
         ),
@@ -112,8 +113,8 @@ class Run:
 class Settings:
     """What is the same for all runs of a comparison."""
 
-    steps: int = 200
-    eval_interval: int = 20
+    steps: int = 150
+    eval_interval: int = 15
     """Steps between two evaluations; one more follows the last step."""
     seeds: tuple[int, ...] = (1234, 4321)
     """The first one chooses the learning rate."""

@@ -67,7 +67,7 @@ _COMBINATIONS = {
     Method.KL_SHAMPOO: (Estimator.KL, Application.SPECTRAL, Side.BOTH, Grafting.NONE),
 }
 
-_AUTO_SOLVER = {Application.ROOT: Solver.EIGH, Application.ADAM: Solver.EIGH, Application.SPECTRAL: Solver.EIGH}
+_AUTO_SOLVER = {Application.ROOT: Solver.EIGH, Application.ADAM: Solver.QR, Application.SPECTRAL: Solver.QR}
 """What `auto` stands for. Source: docs/methods.md."""
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.shampoo.block_state import StackState
 from megatron.shampoo.collective.exchange import BlockExchange, DirectionGather, Inbox
-from megatron.shampoo.collective.views import gather, scatter_add
+from megatron.shampoo.collective.views import add_square_norms_, gather, scatter_add, slots_of
 from megatron.shampoo.config import Grafting, MomentumPlacement, ShampooConfig
 from megatron.shampoo.elementwise import ADAM_STATE, adamw_, decay_, penalised
 from megatron.shampoo.methods import Application, recipe_of
@@ -136,14 +136,27 @@ class Shampoo(torch.optim.Optimizer):
             [torch.tensor([pair[side] for pair in pairs], dtype=torch.long, device=place.device) for side in (0, 1)]
             for pairs in self.schedule.unpack_slots
         ]
+        self._local_slots = [
+            [torch.tensor(slots_of(copy, stack.block_numel), device=place.device) for copy in copies]
+            for stack, copies in zip(self.schedule.stacks, self.schedule.local, strict=True)
+        ]
         self._first_lr = [group["lr"] for group in self.param_groups]
         self._index = {id(shard): index for index, shard in enumerate(place.shards) if shard is not None}
-        self._group_numbers = {
+        # For each stack the parameter groups of its blocks, and which of them each block belongs to. An owner holds at
+        # least a part of each of its blocks.
+        group_of = {
             self._index[id(parameter)]: number
             for number, group in enumerate(self.param_groups)
             for parameter in group["params"]
             if id(parameter) in self._index
         }
+        found = [
+            torch.tensor([group_of[self.plan.blocks[block].parameter] for block in stack.blocks]).unique(
+                return_inverse=True
+            )
+            for stack in self.schedule.stacks
+        ]
+        self._stack_groups, self._block_groups = [it[0] for it in found], [it[1] for it in found]
         # Replicated parameters: nothing travels to the owners, directions are gathered from them.
         gathers = self.plan.replicated and place.num_ranks > 1
         self._directions = DirectionGather(self.plan, place.group, place.device, self._dtype) if gathers else None
@@ -383,7 +396,7 @@ class Shampoo(torch.optim.Optimizer):
     def _active(self, state: StackState, gradients: Sequence[Tensor | None]) -> Tensor:
         """Slots of a stack whose parameter has a gradient in this step."""
         everything = torch.arange(len(state.stack.blocks))
-        if self.placement.group is not None:
+        if self.placement.group is not None or all(gradient is not None for gradient in gradients):
             return everything  # Megatron's buffers always hold a gradient
         have = [gradients[self.plan.blocks[block].parameter] is not None for block in state.stack.blocks]
         return everything[torch.tensor(have, dtype=torch.bool)]
@@ -392,19 +405,17 @@ class Shampoo(torch.optim.Optimizer):
         return (copy for copy in self.schedule.local[number] if gradients[copy.source] is not None)
 
     def _collect(
-        self, number: int, state: StackState, active: Tensor, sources: Sequence[Tensor | None], received: Tensor | None
+        self, number: int, state: StackState, active: Tensor, sources: Sequence[Tensor | None], received: Tensor
     ) -> Tensor:
         """Blocks of a stack, `(blocks, m, n)`, from this rank's shards and what it received.
 
-        What nobody has given (a parameter without gradient, or without `received` the fragments of others) is zero.
+        What nobody has given (a parameter without gradient) is zero.
         """
         shape = (len(state.stack.blocks), *state.stack.shape)
-        is_whole = received is not None and active.numel() == len(state.stack.blocks)
-        allocate = torch.empty if is_whole else torch.zeros
+        allocate = torch.empty if active.numel() == len(state.stack.blocks) else torch.zeros
         collected = allocate(shape, dtype=self._dtype, device=self.placement.device)
         gather(self._active_copies(number, sources), sources, collected)
-        if received is not None:
-            gather(self.schedule.unpack[number], [received], collected)
+        gather(self.schedule.unpack[number], [received], collected)
         return collected
 
     def _accumulate(
@@ -429,7 +440,7 @@ class Shampoo(torch.optim.Optimizer):
     ) -> Tensor:
         """Grafted search directions of a stack, `(blocks, m, n)`."""
         x = None
-        hyper = self._hyper(state)
+        hyper = self._hyper(number, state)
         started = state.num_updates >= self.config.start_step
         if self._averages_gradients:
             x = self._collect(number, state, active, inputs, inbox.payloads[1])
@@ -445,7 +456,7 @@ class Shampoo(torch.optim.Optimizer):
             found = direction(state, self.recipe, self.config, gradient, rotated, x, hyper)
         norms = None
         if self.recipe.grafting is not Grafting.NONE:
-            norms = self._norms(number, state, active, grafts, inbox, hyper)
+            norms = self._norms(number, state, grafts, inbox, hyper)
         found, ratio = finish(state, self.recipe, found, norms)
         if ratio is not None:
             self.metrics.graft_ratios.append(ratio)
@@ -472,13 +483,13 @@ class Shampoo(torch.optim.Optimizer):
         self,
         number: int,
         state: StackState,
-        active: Tensor,
         grafts: Sequence[Tensor | None],
         inbox: Inbox,
         hyper: Hyper,
     ) -> Tensor:
         """Norms of the grafting steps of a stack's blocks, `(blocks,)`."""
-        own = torch.linalg.vector_norm(self._collect(number, state, active, grafts, None), dim=(-2, -1)).square()
+        own = torch.zeros(len(state.stack.blocks), dtype=self._dtype, device=self.placement.device)
+        add_square_norms_(own, self.schedule.local[number], self._local_slots[number], grafts)
         fragment, slot = self._slots[number]
         own.index_add_(0, slot, inbox.norms[fragment])
         norms = own.sqrt()
@@ -487,12 +498,12 @@ class Shampoo(torch.optim.Optimizer):
             norms = norms / (weight.flatten() if isinstance(weight, Tensor) else weight)
         return norms
 
-    def _hyper(self, state: StackState) -> Hyper:
+    def _hyper(self, number: int, state: StackState) -> Hyper:
         """Settings of the blocks of a stack, from the groups of their parameters."""
-        groups = [self._group_of(self.plan.blocks[block].parameter) for block in state.stack.blocks]
         device, steps = self.placement.device, state.num_updates.double()
-        betas = torch.tensor([group["betas"] for group in groups], dtype=torch.float64)
-        eps = torch.tensor([group["eps"] for group in groups], dtype=torch.float64)
+        groups = [self.param_groups[group] for group in self._stack_groups[number].tolist()]
+        betas = torch.tensor([group["betas"] for group in groups], dtype=torch.float64)[self._block_groups[number]]
+        eps = torch.tensor([group["eps"] for group in groups], dtype=torch.float64)[self._block_groups[number]]
         ones = torch.ones_like(steps)
         corrects = self.config.bias_correction
         ahead = 1 if self.config.nesterov else 0
@@ -506,10 +517,6 @@ class Shampoo(torch.optim.Optimizer):
             momentum_weight=per_block(first, device),
             second_weight=per_block(second, device),
         )
-
-    def _group_of(self, index: int) -> dict[str, Any]:
-        """Parameter group of a parameter of the plan; an owner holds at least a part of each of its blocks."""
-        return self.param_groups[self._group_numbers[index]]
 
     # -- state
 

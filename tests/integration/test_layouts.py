@@ -19,6 +19,8 @@ MODELS = {
     "gpt": tiny_gpt(num_layers=4),
     "llama": tiny_llama(num_layers=2, heads=8, query_groups=4),
 }
+METHODS = ["soap", "kl-soap", "kl-shampoo", "one-sided"]
+"""Beside the default; they take the same route through plan and exchange, so four layouts are enough."""
 LOSS, GRAD_NORM, PARAMETER = 1e-5, 1e-5, 1e-4
 """Relative tolerances over 10 steps in float32. Rounding alone: gradients of two layouts differ by about 1e-7, and ten
 steps of an optimizer that forgets the gradient's scale amplify that; plain Adam differs as much."""
@@ -102,6 +104,24 @@ def test_the_run_does_not_depend_on_the_layout(models: dict[str, Model], model: 
     assert worst["loss"] <= LOSS and worst["gradient norm"] <= GRAD_NORM and worst["parameter"] <= PARAMETER, worst
     check_collectives(result, layout)
     check_grid(result, models[model].alone(*SCHEDULE))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4), Layout(dp=3), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_same_run_on_every_layout(models: dict[str, Model], method: str, layout: Layout) -> None:
+    flags = ("--shampoo-method", method, "--shampoo-refresh-interval", "3")
+    result = models["gpt"].train(layout, "tests.probes:count", *flags)
+    worst = models["gpt"].worst(result, *flags)
+    print(f"{method} {layout}: {worst}")
+    assert worst["loss"] <= LOSS and worst["gradient norm"] <= GRAD_NORM and worst["parameter"] <= PARAMETER, worst
+    check_collectives(result, layout)
+
+
+def test_soap_without_damping_is_another_run_on_every_layout(models: dict[str, Model]) -> None:
+    """Negative control of the damping: without it Adam in the basis brings rounding errors to full size."""
+    flags = ("--shampoo-method", "soap", "--shampoo-solver", "eigh", "--shampoo-epsilon", "1e-30")
+    worst = models["gpt"].worst(models["gpt"].train(Layout(dp=3), None, *flags), *flags)
+    assert worst["loss"] > LOSS and worst["gradient norm"] > 10 * GRAD_NORM, worst
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2)], ids=str)

@@ -6,7 +6,7 @@ step; Morwani et al. 2024 (arXiv:2406.17748) for inverse square roots with a tra
 (arXiv:2503.20762) for one factor; Vyas et al. 2024 (arXiv:2409.11321) for SOAP, here with the current gradient in its
 own basis; Lin et al. 2025 (arXiv:2509.03378) for KL-Shampoo and KL-SOAP, here with the averages of the eigenvalues in
 Gauss-Seidel order and corrected for their start; Loshchilov and Hutter 2017 (arXiv:1711.05101) for decoupled weight
-decay. Damping of roots is relative to the largest eigenvalue.
+decay. Damping of roots is relative to the largest eigenvalue, that of a second moment in the basis to its mean.
 
 Letters: W weight, G gradient, M first moment, V second moment, X averaged gradient, P step of the grafting method, D
 direction, L (m x m) and R (n x n) factor matrices, Q_L and Q_R their eigenbases, X_L and X_R their inverse roots, V_Q
@@ -36,7 +36,7 @@ def inverse_root(matrix: np.ndarray, root: int, epsilon: float) -> np.ndarray:
 
 
 def eigenbasis(matrix: np.ndarray) -> np.ndarray:
-    """Eigenvectors as columns, in ascending order of their eigenvalues."""
+    """Eigenvectors as columns, in ascending order of their eigenvalues; the identity where A is zero."""
     return np.linalg.eigh((matrix + matrix.T) / 2)[1]
 
 
@@ -126,9 +126,9 @@ class Kronecker64:
 
     def _update_preconditioner(self, G: np.ndarray) -> None:
         if self.method in KL_METHODS:
-            if G.any():  # zeros say nothing of a covariance that is scaled by its own inverse
-                self._accumulate_kl(G)
-                self._refresh_if_due()
+            self._accumulate_kl(G)
+            self._refresh_if_due()
+            if G.any():  # zeros say nothing of the size of gradients
                 self._average_eigenvalues(G)
         else:
             b = self.factor_beta
@@ -152,6 +152,9 @@ class Kronecker64:
         """L <- b L + (1 - b)/n G R^-1 G', R <- b R + (1 - b)/m G' L^-1 G with the inverses from before this step."""
         m, n = G.shape
         b = self.factor_beta
+        if not G.any():
+            self.L, self.R = b * self.L, b * self.R
+            return
         if self.l_L is None or self.l_R is None:
             rms = np.sqrt(np.mean(G**2))
             self.l_L, self.l_R = np.full(m, rms), np.full(n, rms)
@@ -229,7 +232,9 @@ class Kronecker64:
                 return np.zeros_like(X)
             Z = Z / np.sqrt(np.outer(floored(self.l_L), floored(self.l_R)))
         else:
-            V_Q = self.V_Q / (1 - self.betas[1] ** self.t) if self.bias_correction else self.V_Q
+            V_Q = self.V_Q + self.epsilon * self.V_Q.mean()
+            if self.bias_correction:
+                V_Q = V_Q / (1 - self.betas[1] ** self.t)
             Z = Z / (np.sqrt(V_Q) + self.eps)
         return self.Q_L @ Z @ self.Q_R.T
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import enum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron.shampoo.config import ShampooConfig
+from megatron.gpt.arguments import tidy_help
+from megatron.shampoo.config import ShampooConfig, flag_of
 from megatron.shampoo.mcore import validation
-from megatron.shampoo.mcore.arguments import add_arguments
+from megatron.shampoo.mcore.arguments import add_arguments, config_of, given_flags, shown_arguments
 from megatron.shampoo.mcore.validation import validate_args
 
 
@@ -55,8 +58,62 @@ def test_every_refusal_is_of_a_flag_that_megatron_has(refusal: Any, parser: argp
 
 def test_our_flags_with_another_optimizer_are_refused_with_their_values(parser: argparse.ArgumentParser) -> None:
     args = parser.parse_args(["--optimizer", "sgd", "--shampoo-block-size", "8", "--shampoo-grafting", "sgd"])
-    with pytest.raises(ValueError, match=r"^--shampoo-block-size 8, --shampoo-grafting sgd: .* --optimizer sgd; "):
+    with pytest.raises(ValueError, match=r"^--shampoo-grafting sgd, --shampoo-block-size 8: .* --optimizer sgd; "):
         validate_args(args)
+
+
+@pytest.mark.parametrize(
+    ("line", "given"),
+    [
+        ("--shampoo-method kl-soap --shampoo-solver qr", {"method": "kl-soap", "solver": "qr"}),
+        ("--shampoo-root 2 --shampoo-side left", {"root": 2, "side": "left"}),
+        ("--shampoo-nesterov --no-shampoo-bias-correction", {"nesterov": True, "bias_correction": False}),
+        ("--no-shampoo-nesterov --shampoo-bias-correction", {"nesterov": False, "bias_correction": True}),
+        ("--shampoo-momentum-placement after", {"momentum_placement": "after"}),
+        ("--shampoo-weight-decay independent", {"weight_decay_mode": "independent"}),
+        ("--shampoo-update-rms-clip 0.5", {"update_rms_clip": 0.5}),
+        ("--shampoo-solver qr --shampoo-refresh-tolerance 0.1", {"solver": "qr", "refresh_tolerance": 0.1}),
+        ("--shampoo-max-dim 0 --shampoo-qkv heads", {"max_dim": 0, "qkv": "heads"}),
+        ("--shampoo-factor-dtype bf16 --shampoo-root-dtype fp32", {"factor_dtype": "bf16", "root_dtype": "fp32"}),
+        ("--shampoo-grafting none --shampoo-start-step 7", {"grafting": "none", "start_step": 7}),
+    ],
+)
+def test_a_flag_sets_its_field(parser: argparse.ArgumentParser, line: str, given: dict[str, Any]) -> None:
+    args = parser.parse_args(["--optimizer", "shampoo", "--weight-decay", "0.2", *line.split()])
+    assert config_of(args) == ShampooConfig(**given)
+    assert args.weight_decay == 0.2
+    assert len(given_flags(args)) == len(given)
+    shown = shown_arguments(args)
+    for name in ShampooConfig.__dataclass_fields__:
+        assert getattr(shown, f"shampoo_{name}") == given.get(name, getattr(ShampooConfig(), name))
+
+
+def test_every_field_has_a_flag_and_every_choice_is_offered(parser: argparse.ArgumentParser) -> None:
+    actions = {action.dest: action for action in parser._actions}
+    tidy_help(parser)
+    text = parser.format_help()
+    for field in dataclasses.fields(ShampooConfig):
+        action = actions[f"shampoo_{field.name}"]
+        assert flag_of(field.name) in action.option_strings
+        assert flag_of(field.name) in text
+        assert action.default is None
+        if isinstance(field.default, enum.Enum):
+            assert action.choices == [member.value for member in type(field.default)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--shampoo-method one-sided --shampoo-side both", "^--shampoo-side both: allowed is"),
+        ("--shampoo-method soap --shampoo-root 4", "^--shampoo-root 4: allowed is"),
+        ("--shampoo-method soap --shampoo-solver newton", "^--shampoo-solver newton: allowed is"),
+        ("--shampoo-method soap --shampoo-start-step 2", "^--shampoo-start-step 2: allowed is"),
+        ("--shampoo-solver eigh --shampoo-refresh-tolerance 0.1", "^--shampoo-refresh-tolerance 0.1: allowed is"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(parser: argparse.ArgumentParser, line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        validate_args(parser.parse_args(["--optimizer", "shampoo", *line.split()]))
 
 
 @pytest.mark.parametrize(

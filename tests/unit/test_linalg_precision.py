@@ -10,10 +10,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.shampoo import Shampoo, ShampooConfig
+from megatron.shampoo.config import Method
 from megatron.shampoo.linalg.precision import full_float32
 from megatron.shampoo.preconditioner.factors import update_factors_
 
-PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm_", "baddbmm", "mm", "addmm_", "linalg_eigh"}
+PRODUCTS = {
+    "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm_", "baddbmm", "mm", "mv", "addmm_", "addmm", "einsum", "dot",
+    "linalg_eigh", "linalg_qr", "linalg_matrix_power", "matrix_power",
+}  # fmt: skip
 
 
 def settings() -> tuple[str, str]:
@@ -80,6 +84,30 @@ def test_every_product_of_a_step_is_in_full_float32(choice: str) -> None:
     with RecordPrecision() as record:
         optimizer.step()
     assert {"baddbmm_", "bmm"} <= {name for name, _ in record.seen}
+    reduced = [(name, found) for name, found in record.seen if any(value in ("tf32", "bf16") for value in found)]
+    assert reduced == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"method": method} for method in Method),
+        {"solver": "qr", "refresh_tolerance": 0.01},
+        {"method": "kl-soap", "solver": "qr", "refresh_tolerance": 0.01},
+        {"solver": "newton"},
+        {"solver": "newton-db"},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
+def test_every_product_of_every_method_and_solver_is_in_full_float32(settings: dict[str, Any]) -> None:
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    optimizer = Shampoo([weight], config=ShampooConfig(refresh_interval=1, **settings))
+    per_backend()
+    with RecordPrecision() as record:
+        for _ in range(3):
+            weight.grad = torch.randn(6, 4)
+            optimizer.step()
+    assert len(record.seen) > 6
     reduced = [(name, found) for name, found in record.seen if any(value in ("tf32", "bf16") for value in found)]
     assert reduced == []
 

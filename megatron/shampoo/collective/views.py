@@ -44,6 +44,36 @@ def scatter_add(
         source_view(sources, copy).add_(target_view(target, copy), alpha=scale[copy.source])
 
 
+def slots_of(copy: StridedCopy, block_numel: int) -> list[int]:
+    """Slots of the stack that a copy's rectangles go to, one for each index of its leading dimensions, in order.
+
+    Args:
+        copy: into a stack of blocks; its last two dimensions are rows and columns within one block.
+        block_numel: elements of a block.
+    """
+    offsets = [copy.target_offset]
+    for length, stride in zip(copy.size[:-2], copy.target_stride[:-2], strict=True):
+        offsets = [offset + index * stride for offset in offsets for index in range(length)]
+    return [offset // block_numel for offset in offsets]
+
+
+def add_square_norms_(
+    norms: Tensor, copies: Iterable[StridedCopy], slots: Iterable[Tensor], sources: Sequence[Tensor | None]
+) -> None:
+    """Add the sums of squares of what the copies read to the norms of their slots, without copying anything.
+
+    Args:
+        norms: `(blocks,)`, square norms, added to in place.
+        copies: into a stack of blocks.
+        slots: for each copy those of its rectangles, as `slots_of` gives them, on the device.
+        sources: buffers that are read.
+    """
+    for copy, slot in zip(copies, slots, strict=True):
+        if sources[copy.source] is not None:
+            squares = torch.linalg.vector_norm(source_view(sources, copy), dim=(-2, -1)).square()
+            norms.index_add_(0, slot, squares.flatten().to(norms))
+
+
 def square_norms(flat: Tensor, lengths: Tensor) -> Tensor:
     """Sum of squares of each of the consecutive segments of a flat tensor.
 

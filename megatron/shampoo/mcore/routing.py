@@ -208,9 +208,11 @@ def _attention_parts(
         global_shape=(2 * keys.global_shape[0], keys.global_shape[1]),
         run_rows=2 * (keys.run_rows or 0),
     )
-    # Keys and values lie side by side in their group. Where they are narrow, one factor for the two is cheaper.
+    # Keys and values lie side by side in their group. Where they are narrow, one factor for the two is cheaper; but not
+    # at the price of a factor, where the two together are longer than --shampoo-max-dim.
     alignment = settings.tp_alignment or cut["tp_size"]
-    if _cost([merged], alignment, settings) < _cost([keys, values], alignment, settings):
+    keeps = sum(factor_sides(merged.global_shape, settings)) == sum(factor_sides(keys.global_shape, settings))
+    if keeps and _cost([merged], alignment, settings) < _cost([keys, values], alignment, settings):
         return (*others, merged)
     return parts
 

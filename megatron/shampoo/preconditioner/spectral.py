@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.shampoo.linalg.precision import full_float32
+
 FLOOR = 1e-4
 """Smallest eigenvalue that is divided by, relative to the mean: directions that no gradient has shown yet."""
 
@@ -55,8 +57,9 @@ def average_eigenvalues(
     power = beta ** num_updates.to(rotated)
     weight = ((beta - power) / (1 - power))[:, None]
     # Means as products of a matrix and a vector: no second array of the squares' size.
-    inverse = (1 / floored(right)).unsqueeze(-1)
-    left = weight * left + (1 - weight) * torch.bmm(squares, inverse).squeeze(-1) / right.shape[-1]
-    inverse = (1 / floored(left)).unsqueeze(-1)
-    right = weight * right + (1 - weight) * torch.bmm(squares.mT, inverse).squeeze(-1) / left.shape[-1]
+    with full_float32():
+        inverse = (1 / floored(right)).unsqueeze(-1)
+        left = weight * left + (1 - weight) * torch.bmm(squares, inverse).squeeze(-1) / right.shape[-1]
+        inverse = (1 / floored(left)).unsqueeze(-1)
+        right = weight * right + (1 - weight) * torch.bmm(squares.mT, inverse).squeeze(-1) / left.shape[-1]
     return left, right

@@ -140,10 +140,38 @@ def _snapshot(optimizers: list[Any]) -> list[Any]:
 
 
 def fail_solver() -> None:
-    """Every eigendecomposition raises."""
+    """Every function that a solver needs raises, or gives NaN where it cannot raise on a CPU."""
+    _break_solvers(lambda: True)
+
+
+def fail_solver_for_a_while() -> None:
+    """Likewise in the first eight steps of every optimizer."""
+    from megatron.shampoo.optimizer import Shampoo
+
+    original, steps = Shampoo.step, [0]
+
+    @functools.wraps(original)
+    def step(self: Shampoo, closure: Any = None) -> Any:
+        steps[0] += 1
+        return original(self, closure)
+
+    Shampoo.step = step  # type: ignore[method-assign]
+    _break_solvers(lambda: steps[0] <= 8)
+
+
+def _break_solvers(is_broken: Callable[[], bool]) -> None:
     import torch
 
-    def eigh(*args: Any, **kwargs: Any) -> Any:
-        raise torch.linalg.LinAlgError("planted failure")
+    power = torch.linalg.matrix_power
 
-    torch.linalg.eigh = eigh
+    def raising(original: Callable) -> Callable:
+        def solver(*args: Any, **kwargs: Any) -> Any:
+            if is_broken():
+                raise torch.linalg.LinAlgError("planted failure")
+            return original(*args, **kwargs)
+
+        return solver
+
+    for name in ("eigh", "qr"):
+        setattr(torch.linalg, name, raising(getattr(torch.linalg, name)))
+    torch.linalg.matrix_power = lambda matrix, exponent: power(matrix, exponent) * (torch.nan if is_broken() else 1)

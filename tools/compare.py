@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument("--steps", type=_positive, default=150, metavar="N", help="of every run (default: 150)")
+    parser.add_argument("--steps", type=_positive, default=200, metavar="N", help="of every run (default: 200)")
     parser.add_argument(
         "--seeds",
         type=parse_seeds,

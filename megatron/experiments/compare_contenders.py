@@ -21,7 +21,7 @@ MODEL = shlex.split(
 # --full-validation works with --multiple-validation-sets alone, and reads one sample per micro batch: with one micro
 # batch a step, which the last two flags see to, the set is read once.
 TRAINING = shlex.split(
-    """--micro-batch-size 32 --global-batch-size 32 --lr-decay-style cosine --lr-warmup-fraction 0.05 --clip-grad 1.0
+    """--micro-batch-size 16 --global-batch-size 16 --lr-decay-style cosine --lr-warmup-fraction 0.05 --clip-grad 1.0
 --weight-decay 0.1 --adam-beta2 0.95 --num-workers 0 --log-interval 1
 --full-validation --multiple-validation-sets --eval-micro-batch-size 32 --eval-global-batch-size 32"""
 )
@@ -113,8 +113,8 @@ class Run:
 class Settings:
     """What is the same for all runs of a comparison."""
 
-    steps: int = 150
-    eval_interval: int = 15
+    steps: int = 200
+    eval_interval: int = 20
     """Steps between two evaluations; one more follows the last step."""
     seeds: tuple[int, ...] = (1234, 4321)
     """The first one chooses the learning rate."""

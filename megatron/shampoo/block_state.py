@@ -10,12 +10,14 @@ from torch import Tensor
 from megatron.shampoo.config import Precision, ShampooConfig
 from megatron.shampoo.linalg.basis import carry_weights
 from megatron.shampoo.linalg.precision import full_float32
-from megatron.shampoo.methods import Application, Estimator, recipe_of, root_of
+from megatron.shampoo.methods import Application, Estimator, Recipe, recipe_of, root_of
 from megatron.shampoo.plan.plan import Plan
 from megatron.shampoo.plan.schedule import Stack
 from megatron.shampoo.preconditioner.ladder import Task
 
 SIDES = ("left", "right")
+NEGLIGIBLE = 2.0**-40
+"""Ratio of gradients' sizes below which averages of products begin anew."""
 
 
 class FactorState:
@@ -169,6 +171,33 @@ class StackState:
         turn = (count + self.turn[active]) % config.refresh_interval == 0
         doubled = ((count & (count - 1)) == 0) & (count < config.refresh_interval)
         return active[(count == config.start_step) | ((count > config.start_step) & (turn | doubled))]
+
+    def rescale_(self, shrink: Tensor, recipe: Recipe) -> None:
+        """Bring everything to a new scale of the gradients, in place; exact, for powers of two.
+
+        Args:
+            shrink: old scale over new scale, `(blocks,)`.
+            recipe: of the method.
+        """
+        # Whitened factors and eigenvalues are products of two gradients over one eigenvalue of the other side.
+        power = shrink if recipe.estimator is Estimator.KL else shrink.square()
+        for side in self.sides:
+            side.factor.mul_(power.to(side.factor)[:, None, None])
+            if side.eigenvalues is not None:
+                side.eigenvalues.mul_(shrink[:, None])
+            if side.task.root is not None:
+                exponent = -0.5 if side.task.trace_scaled else -2.0 / side.task.root
+                side.inverse.mul_(shrink.pow(exponent).to(side.inverse)[:, None, None])
+        if self.second_moment is not None:
+            self.second_moment.mul_(shrink.square()[:, None, None])
+        if self.num_averaged is not None:
+            # What is that small beside the new gradient is as good as nothing, and would be divided by.
+            is_kept = shrink > NEGLIGIBLE
+            self.num_averaged.mul_(is_kept)
+            for side in self.sides:
+                side.factor.mul_(is_kept[:, None, None])
+                if side.eigenvalues is not None:
+                    side.eigenvalues.mul_(is_kept[:, None])
 
     def change_basis(self, side: FactorState, slots: Tensor, new: Tensor) -> None:
         """Put new eigenbases in place, and carry what is expressed in the old ones along.

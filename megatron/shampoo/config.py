@@ -214,8 +214,8 @@ class ShampooConfig:
         0.0,
         "skip a refresh while the old eigenbasis still fits: while the off-diagonal part of the factor in it is at "
         "most this share of its norm",
-        "a number in [0, 1); above 0 only where an eigenbasis is kept, not with --shampoo-solver eigh, newton or "
-        "newton-db of --shampoo-method shampoo or one-sided",
+        "a number in [0, 1); above 0 only where an eigenbasis is kept: --shampoo-method shampoo and one-sided need "
+        "--shampoo-solver qr",
     )
     """Share of the Frobenius norm. Source: Purifying Shampoo (arXiv:2506.03595); 0.1 there."""
 
@@ -235,7 +235,9 @@ class ShampooConfig:
     """Relative, so that the update does not change when all gradients are scaled."""
 
     factor_dtype: Precision = _knob(  # noqa: RUF009
-        Precision.FP32, "data type that factor matrices are stored in", _choices(Precision)
+        Precision.FP32,
+        "data type that factor matrices are stored in",
+        _choices(Precision) + "; bf16 with --shampoo-factor-beta up to 0.99",
     )
     """Products are computed in float32 all the same."""
 
@@ -290,8 +292,10 @@ class ShampooConfig:
         if self.method is Method.ONE_SIDED:
             self._require("side", self.side is not Side.BOTH)
         self._require("solver", is_root or self.solver not in (Solver.NEWTON, Solver.NEWTON_DB))
-        keeps_basis = not is_root or self.solver in (Solver.QR, Solver.AUTO)
+        keeps_basis = not is_root or self.solver is Solver.QR
         self._require("refresh_tolerance", self.refresh_tolerance == 0.0 or keeps_basis)
+        # bfloat16 has 8 bits: a step of a slower average is lost in rounding.
+        self._require("factor_dtype", self.factor_dtype is Precision.FP32 or self.factor_beta <= 0.99)
         grafts = self.grafting is not Grafting.NONE if is_root else self.grafting not in (None, Grafting.NONE)
         self._require("start_step", self.start_step == 1 or is_root or grafts)
 

@@ -33,7 +33,7 @@ def adamw_(
     step, first, second = ([state[key] for state in states] for key in ADAM_STATE)
     update = adam if mode is WeightDecay.L2 else adamw
     decay = group["weight_decay"]
-    if mode is WeightDecay.INDEPENDENT:
+    if mode is WeightDecay.INDEPENDENT and group["lr"] > 0:  # a rate of zero may come with a peak of zero
         decay = decay / peak
     update(
         parameters,
@@ -61,7 +61,7 @@ def decay_(group: dict[str, Any], parameters: Sequence[Tensor], mode: WeightDeca
         mode: `decoupled` 1 - lr wd, or `independent` 1 - wd lr / peak.
         peak: the learning rate that the schedule scales.
     """
-    if not parameters or group["weight_decay"] == 0 or mode is WeightDecay.L2:
+    if not parameters or group["weight_decay"] * group["lr"] == 0 or mode is WeightDecay.L2:
         return
     rate = group["lr"] if mode is WeightDecay.DECOUPLED else group["lr"] / peak
     torch._foreach_mul_(list(parameters), 1.0 - rate * group["weight_decay"])

@@ -15,19 +15,19 @@ Without the distributed optimizer 2 is empty and 6 is one all-gather.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.shampoo.block_state import StackState
-from megatron.shampoo.collective.exchange import BlockExchange, DirectionGather, Inbox
-from megatron.shampoo.collective.views import add_square_norms_, gather, scatter_add, slots_of
-from megatron.shampoo.config import Grafting, MomentumPlacement, ShampooConfig
+from megatron.shampoo.collective.exchange import BlockExchange, DirectionGather
+from megatron.shampoo.config import Grafting, MomentumPlacement, ShampooConfig, WeightDecay
 from megatron.shampoo.elementwise import ADAM_STATE, adamw_, decay_, penalised
-from megatron.shampoo.methods import Application, recipe_of
+from megatron.shampoo.methods import recipe_of
 from megatron.shampoo.metrics import PhaseClock, StepMetrics
+from megatron.shampoo.owned_stack import OwnedStack
 from megatron.shampoo.placement import Placement, check_same_plan, place_alone
 from megatron.shampoo.plan.plan import make_plan
 from megatron.shampoo.plan.schedule import make_schedule
@@ -39,25 +39,7 @@ from megatron.shampoo.preconditioner.moments import (
     update_second_,
 )
 from megatron.shampoo.refreshing import refresh_due
-from megatron.shampoo.stack_step import (
-    Hyper,
-    accumulate,
-    direction,
-    finish,
-    grafts_by_momentum,
-    per_block,
-    refresh_rotated_,
-    untouched,
-)
-
-
-class _Work(NamedTuple):
-    """What the directions of a stack need of its gradient."""
-
-    gradient: Tensor
-    """Normalised, `(blocks, m, n)`."""
-    rotated: Tensor | None
-    """In the eigenbases of before this step's refresh, where the method has computed it."""
+from megatron.shampoo.stack_step import grafts_by_momentum
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -120,7 +102,9 @@ class Shampoo(torch.optim.Optimizer):
         self.plan = make_plan(
             self.placement.parameters, self.placement.num_ranks, self.config, self.placement.tp_alignment
         )
-        check_same_plan(self.plan.digest(), self.placement)
+        # Settings beyond the plan decide what travels, so they are compared too; the interval of the log does not.
+        settings = dataclasses.replace(self.config, log_interval=0)
+        check_same_plan(f"{self.plan.digest()} {settings}", self.placement)
         self._build()
 
     def _build(self) -> None:
@@ -129,34 +113,19 @@ class Shampoo(torch.optim.Optimizer):
         self.schedule = make_schedule(self.plan, place.rank)
         self.recipe = recipe_of(self.config)
         """The method, with every default filled in."""
-        self.states = [
-            StackState(stack, self.plan, self.config, place.device, self._dtype) for stack in self.schedule.stacks
-        ]
-        self._slots = [
-            [torch.tensor([pair[side] for pair in pairs], dtype=torch.long, device=place.device) for side in (0, 1)]
-            for pairs in self.schedule.unpack_slots
-        ]
-        self._local_slots = [
-            [torch.tensor(slots_of(copy, stack.block_numel), device=place.device) for copy in copies]
-            for stack, copies in zip(self.schedule.stacks, self.schedule.local, strict=True)
-        ]
         self._first_lr = [group["lr"] for group in self.param_groups]
         self._index = {id(shard): index for index, shard in enumerate(place.shards) if shard is not None}
-        # For each stack the parameter groups of its blocks, and which of them each block belongs to. An owner holds at
-        # least a part of each of its blocks.
         group_of = {
             self._index[id(parameter)]: number
             for number, group in enumerate(self.param_groups)
             for parameter in group["params"]
             if id(parameter) in self._index
         }
-        found = [
-            torch.tensor([group_of[self.plan.blocks[block].parameter] for block in stack.blocks]).unique(
-                return_inverse=True
-            )
-            for stack in self.schedule.stacks
+        self._stacks = [
+            OwnedStack(number, self.schedule, self.plan, self.config, place, group_of)
+            for number in range(len(self.schedule.stacks))
         ]
-        self._stack_groups, self._block_groups = [it[0] for it in found], [it[1] for it in found]
+        self.states = [stack.state for stack in self._stacks]
         # Replicated parameters: nothing travels to the owners, directions are gathered from them.
         gathers = self.plan.replicated and place.num_ranks > 1
         self._directions = DirectionGather(self.plan, place.group, place.device, self._dtype) if gathers else None
@@ -215,6 +184,9 @@ class Shampoo(torch.optim.Optimizer):
         state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
+    # Eager inside a compiled training step too: eigensolvers fail under torch.compile that work without (pytorch issue
+    # 188232), and refresh turns change every step. Unlike torch.compiler.disable this imports no compiler by itself.
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One optimizer step.
@@ -231,11 +203,13 @@ class Shampoo(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.clock.start()
-        gradients, inputs, grafts = self._moments()
-        self.clock.mark("moments")
-        if self.plan.parameters:
-            self._precondition(gradients, inputs, grafts)
+        # A step that is called under autocast must not compute in half precision.
+        with torch.autocast(self.placement.device.type, enabled=False):
+            self.clock.start()
+            gradients, inputs, grafts = self._moments()
+            self.clock.mark("moments")
+            if self.plan.parameters:
+                self._precondition(gradients, inputs, grafts)
         return loss
 
     # -- phase 1
@@ -280,7 +254,8 @@ class Shampoo(torch.optim.Optimizer):
         for state in states:
             state["step"] += 1
         first, second = ([state[key] for state in states] for key in ADAM_STATE[1:])
-        update_second_(own, second, beta2, self.recipe.grafting)
+        if not grafts_by_momentum(self.recipe.grafting):
+            update_second_(own, second, beta2, self.recipe.grafting)
         x = own
         if self._averages_gradients:
             update_first_(own, first, beta1)
@@ -303,7 +278,13 @@ class Shampoo(torch.optim.Optimizer):
     def _peak_lr(self, group: int) -> float:
         """The learning rate that the schedule of a group scales: Megatron's, or what the group was made with."""
         peak = self.param_groups[group].get("max_lr")
-        return float(self._first_lr[group] if peak is None else peak)
+        peak = float(self._first_lr[group] if peak is None else peak)
+        if peak <= 0 and self.config.weight_decay_mode is WeightDecay.INDEPENDENT:
+            raise ValueError(
+                f"lr {peak}: --shampoo-weight-decay independent is relative to the highest learning rate; make the "
+                "optimizer with it, or put it into the parameter group as max_lr"
+            )
+        return peak
 
     # -- phases 2 to 7
 
@@ -311,15 +292,12 @@ class Shampoo(torch.optim.Optimizer):
         self, gradients: list[Tensor | None], inputs: list[Tensor | None], grafts: list[Tensor | None]
     ) -> None:
         before_start = self._before_start(gradients)
-        if self._averages_gradients:
-            inputs = [graft if early else x for x, graft, early in zip(inputs, grafts, before_start, strict=True)]
+        inputs = [graft if early else x for x, graft, early in zip(inputs, grafts, before_start, strict=True)]
         inbox = self._exchange.to_owners(gradients, inputs, grafts)
         self.clock.mark("exchange")
-        active = [self._active(state, gradients) for state in self.states]
-        work = [
-            self._accumulate(number, state, active[number], gradients, inbox)
-            for number, state in enumerate(self.states)
-        ]
+        active = [stack.active(gradients) for stack in self._stacks]
+        for stack, slots in zip(self._stacks, active, strict=True):
+            stack.accumulate(slots, gradients, inbox)
         self.clock.mark("accumulate")
         counts = refresh_due(self.states, active, self.config)
         self.metrics.refreshes, self.metrics.skipped, self.metrics.failed = (
@@ -335,11 +313,13 @@ class Shampoo(torch.optim.Optimizer):
         targets, scale = self._targets(gradients)
         directions = []
         self.metrics.graft_ratios = []
-        for number, state in enumerate(self.states):
-            directions.append(self._direction(number, state, active[number], work[number], inputs, grafts, inbox))
-            work[number] = None
+        for stack, slots in zip(self._stacks, active, strict=True):
+            direction, ratio = stack.directions(slots, inputs, grafts, inbox, self.param_groups)
+            directions.append(direction)
+            if ratio is not None:
+                self.metrics.graft_ratios.append(ratio)
             if self._directions is None:
-                scatter_add(self._active_copies(number, gradients), directions[-1], targets, scale)
+                stack.scatter_local(direction, targets, scale, gradients)
         self.clock.mark("apply")
         (self._directions or self._exchange).to_holders(directions, targets, scale)
         self.clock.mark("exchange")
@@ -392,131 +372,6 @@ class Shampoo(torch.optim.Optimizer):
             for parameter, state, step in zip(parameters, states, x, strict=True):
                 weight = momentum_weight(beta, int(state["step"]), self.config.nesterov)
                 parameter.add_(step, alpha=-group["lr"] / (weight if self.config.bias_correction else 1.0))
-
-    def _active(self, state: StackState, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Slots of a stack whose parameter has a gradient in this step."""
-        everything = torch.arange(len(state.stack.blocks))
-        if self.placement.group is not None or all(gradient is not None for gradient in gradients):
-            return everything  # Megatron's buffers always hold a gradient
-        have = [gradients[self.plan.blocks[block].parameter] is not None for block in state.stack.blocks]
-        return everything[torch.tensor(have, dtype=torch.bool)]
-
-    def _active_copies(self, number: int, gradients: Sequence[Tensor | None]) -> Iterable[Any]:
-        return (copy for copy in self.schedule.local[number] if gradients[copy.source] is not None)
-
-    def _collect(
-        self, number: int, state: StackState, active: Tensor, sources: Sequence[Tensor | None], received: Tensor
-    ) -> Tensor:
-        """Blocks of a stack, `(blocks, m, n)`, from this rank's shards and what it received.
-
-        What nobody has given (a parameter without gradient) is zero.
-        """
-        shape = (len(state.stack.blocks), *state.stack.shape)
-        allocate = torch.empty if active.numel() == len(state.stack.blocks) else torch.zeros
-        collected = allocate(shape, dtype=self._dtype, device=self.placement.device)
-        gather(self._active_copies(number, sources), sources, collected)
-        gather(self.schedule.unpack[number], [received], collected)
-        return collected
-
-    def _accumulate(
-        self, number: int, state: StackState, active: Tensor, gradients: Sequence[Tensor | None], inbox: Inbox
-    ) -> _Work | None:
-        gradient = self._collect(number, state, active, gradients, inbox.payloads[0])
-        with untouched(state, active):
-            rotated = accumulate(state, self.recipe, self.config, gradient)
-        state.num_updates[active] += 1
-        is_needed = self.recipe.application is not Application.ROOT or not self._averages_gradients
-        return _Work(gradient, rotated) if is_needed else None
-
-    def _direction(
-        self,
-        number: int,
-        state: StackState,
-        active: Tensor,
-        work: _Work | None,
-        inputs: Sequence[Tensor | None],
-        grafts: Sequence[Tensor | None],
-        inbox: Inbox,
-    ) -> Tensor:
-        """Grafted search directions of a stack, `(blocks, m, n)`."""
-        x = None
-        hyper = self._hyper(number, state)
-        started = state.num_updates >= self.config.start_step
-        if self._averages_gradients:
-            x = self._collect(number, state, active, inputs, inbox.payloads[1])
-        early = None
-        if not bool(started.all()):
-            early = self._early_steps(number, state, active, x, grafts, inbox, hyper)
-        gradient, rotated = None, None
-        if work is not None:
-            gradient, rotated = work
-            if rotated is not None:
-                refresh_rotated_(state, work.gradient, rotated)
-        with untouched(state, active):
-            found = direction(state, self.recipe, self.config, gradient, rotated, x, hyper)
-        norms = None
-        if self.recipe.grafting is not Grafting.NONE:
-            norms = self._norms(number, state, grafts, inbox, hyper)
-        found, ratio = finish(state, self.recipe, found, norms)
-        if ratio is not None:
-            self.metrics.graft_ratios.append(ratio)
-        if early is not None:
-            found = torch.where(started.to(found.device)[:, None, None], found, early)
-        return found
-
-    def _early_steps(
-        self,
-        number: int,
-        state: StackState,
-        active: Tensor,
-        x: Tensor | None,
-        grafts: Sequence[Tensor | None],
-        inbox: Inbox,
-        hyper: Hyper,
-    ) -> Tensor:
-        """What blocks step along before the start step: their grafting step, which travels in the input's place."""
-        if x is None:
-            x = self._collect(number, state, active, grafts, inbox.payloads[1])
-        return x / hyper.momentum_weight if grafts_by_momentum(self.recipe.grafting) else x.clone()
-
-    def _norms(
-        self,
-        number: int,
-        state: StackState,
-        grafts: Sequence[Tensor | None],
-        inbox: Inbox,
-        hyper: Hyper,
-    ) -> Tensor:
-        """Norms of the grafting steps of a stack's blocks, `(blocks,)`."""
-        own = torch.zeros(len(state.stack.blocks), dtype=self._dtype, device=self.placement.device)
-        add_square_norms_(own, self.schedule.local[number], self._local_slots[number], grafts)
-        fragment, slot = self._slots[number]
-        own.index_add_(0, slot, inbox.norms[fragment])
-        norms = own.sqrt()
-        if grafts_by_momentum(self.recipe.grafting):
-            weight = hyper.momentum_weight
-            norms = norms / (weight.flatten() if isinstance(weight, Tensor) else weight)
-        return norms
-
-    def _hyper(self, number: int, state: StackState) -> Hyper:
-        """Settings of the blocks of a stack, from the groups of their parameters."""
-        device, steps = self.placement.device, state.num_updates.double()
-        groups = [self.param_groups[group] for group in self._stack_groups[number].tolist()]
-        betas = torch.tensor([group["betas"] for group in groups], dtype=torch.float64)[self._block_groups[number]]
-        eps = torch.tensor([group["eps"] for group in groups], dtype=torch.float64)[self._block_groups[number]]
-        ones = torch.ones_like(steps)
-        corrects = self.config.bias_correction
-        ahead = 1 if self.config.nesterov else 0
-        first = 1 - betas[:, 0] ** (steps + ahead) if corrects and self._averages_gradients else ones
-        second = 1 - betas[:, 1] ** steps if corrects else ones
-        # A block without any gradient yet has no weight; it is not updated either.
-        first, second = (torch.where(weight > 0, weight, ones) for weight in (first, second))
-        return Hyper(
-            beta2=per_block(betas[:, 1], device),
-            eps=per_block(eps, device),
-            momentum_weight=per_block(first, device),
-            second_weight=per_block(second, device),
-        )
 
     # -- state
 

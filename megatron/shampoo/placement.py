@@ -102,6 +102,6 @@ def check_same_plan(digest: str, placement: Placement) -> None:
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         raise RuntimeError(
-            f"data-parallel ranks {others} planned other Shampoo blocks than rank 0 of their group: start every rank "
-            "with the same --shampoo-* flags and the same model"
+            f"data-parallel ranks {others} have other Shampoo blocks or settings than rank 0 of their group: start "
+            "every rank with the same --shampoo-* flags and the same model"
         )

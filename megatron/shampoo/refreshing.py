@@ -17,7 +17,7 @@ from megatron.shampoo.linalg.precision import full_float32
 from megatron.shampoo.linalg.symmetric import symmetric_from_lower
 from megatron.shampoo.methods import recipe_of
 from megatron.shampoo.preconditioner.factors import bias_correction
-from megatron.shampoo.preconditioner.ladder import RUNGS, Refreshed, Task, climb
+from megatron.shampoo.preconditioner.ladder import RUNGS, Refreshed, Task, climb, root_in_basis
 
 logger = logging.getLogger("megatron.shampoo")
 
@@ -103,12 +103,11 @@ def _refresh_batch(batch: list[_Due], solver: Solver, config: ShampooConfig, cou
         if not batch:
             return
     factors = torch.cat([_corrected(part, config) for part in batch])
-    kept = [part.side.tracked for part in batch]
-    previous = None
-    if kept[0] is not None:
-        previous = torch.cat([basis[part.slots].to(factors) for basis, part in zip(kept, batch, strict=True)])  # type: ignore[index]
+    previous = [
+        part.side.tracked[part.slots.to(factors.device)].to(factors) for part in batch if part.side.tracked is not None
+    ]
     task = batch[0].side.task
-    found = climb(factors, previous, task, solver)
+    found = climb(factors, torch.cat(previous) if previous else None, task, solver)
     start = 0
     for part in batch:
         stop = start + part.slots.numel()
@@ -128,20 +127,27 @@ def _still_needed(part: _Due, config: ShampooConfig, counts: RefreshCounts) -> _
     basis = part.side.tracked
     assert basis is not None
     factors = symmetric_from_lower(_corrected(part, config))
+    kept = basis[part.slots.to(basis.device)].to(factors)
     with full_float32():
-        ratio = off_diagonal_ratio(factors, basis[part.slots].to(factors)).cpu()
+        ratio = off_diagonal_ratio(factors, kept).cpu()
     needed = ~(ratio <= config.refresh_tolerance)
     # The identity that a block starts with is no basis of its own, and that of a failure fits no root.
     needed |= (part.state.num_updates[part.slots] == config.start_step) | (part.side.failures[part.slots] > 0)
     counts.skipped += int((~needed).sum())
+    if part.side.task.root is not None and not bool(needed.all()):
+        # The basis stays, the eigenvalues do not.
+        fits = (~needed).to(factors.device)
+        with full_float32():
+            root = root_in_basis(factors[fits], kept[fits], part.side.task)
+        part.side.inverse[part.slots[~needed].to(factors.device)] = root.to(part.side.inverse)
     return part._replace(slots=part.slots[needed])
 
 
 def _take(part: _Due, found: Refreshed, task: Task, solver: Solver, counts: RefreshCounts) -> None:
     """Store what was computed; name failures, count them in a row, give a block up after some."""
     side, rungs = part.side, RUNGS[solver]
-    counts.computed += part.slots.numel()
     good = found.rung < len(rungs)
+    counts.computed += int(good.sum())
     if bool(good.all()):
         _store(part, part.slots, found)
         side.failures[part.slots] = 0

@@ -30,16 +30,17 @@ PerBlock = float | Tensor
 """A number for all blocks of a stack, or `(blocks, 1, 1)`."""
 
 
-def per_block(values: Tensor, device: torch.device) -> PerBlock:
+def per_block(values: Tensor, device: torch.device, dtype: torch.dtype) -> PerBlock:
     """A number where all are equal, as they nearly always are; else a tensor `(blocks, 1, 1)`.
 
     Args:
         values: `(blocks,)` on the CPU.
         device: of the tensor.
+        dtype: of the tensor.
     """
     if values.numel() and bool((values == values[0]).all()):
         return float(values[0])
-    return values.to(device, torch.float32)[:, None, None]
+    return values.to(device, dtype)[:, None, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +67,10 @@ def accumulate(state: StackState, recipe: Recipe, config: ShampooConfig, gradien
     Returns:
         The gradient in the present eigenbases, where the method has computed it on the way.
     """
-    scale, is_nonzero = normalise_(gradient, state.scale)
+    scale, shrink, is_nonzero = normalise_(gradient, state.scale)
     state.scale.copy_(scale)
+    if bool((shrink != 1).any()):  # gradients grew by a million: a block's state is brought to the new scale
+        state.rescale_(shrink, recipe)
     if recipe.estimator is Estimator.OUTER:
         factors = [None if side is None else _wide(side.factor, gradient) for side in (state.left, state.right)]
         update_factors_(factors[0], factors[1], gradient, config.factor_beta)
@@ -115,7 +118,7 @@ def direction(
     inverses = [None if side is None else _wide(side.inverse, gradient if x is None else x) for side in _both(state)]
     if x is not None:
         scale = torch.where(state.scale > 0, state.scale, torch.ones_like(state.scale))[:, None, None]
-        x.mul_(1 / (scale * hyper.momentum_weight))
+        x.mul_(1 / scale / hyper.momentum_weight)
     if recipe.application is Application.ROOT:
         chosen = gradient if x is None else x
         assert chosen is not None

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from megatron.shampoo import Shampoo, ShampooConfig
+from megatron.shampoo.methods import factor_sides
 from megatron.shampoo.placement import Placement
 from megatron.shampoo.plan.parts import MatrixParameter, Part, Span
 
@@ -117,13 +118,14 @@ class Trainer:
             None if held is None else weight.flatten()[held[0] : held[1]].clone()
             for weight, held in zip(model.weights(), self.ranges, strict=True)
         ]
-        matrices = [index for index, shape in enumerate(model.shapes) if len(shape) == 2]
+        sides = [factor_sides(shape, config) if len(shape) == 2 else () for shape in model.shapes]  # type: ignore[arg-type]
+        matrices = [index for index, found in enumerate(sides) if any(found)]
         placement = Placement(
             parameters=tuple(
                 MatrixParameter(
                     name=f"parameter {index}",
                     shape=model.shapes[index],  # type: ignore[arg-type]
-                    parts=(Part(name="weight", global_shape=model.shapes[index]),),  # type: ignore[arg-type]
+                    parts=(Part(name="weight", global_shape=model.shapes[index], sides=sides[index]),),  # type: ignore[arg-type]
                     spans=spans[index],
                 )
                 for index in matrices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.shampoo import ShampooConfig
+from megatron.shampoo.config import Method
 from tests.distributed._helpers import Model, Trainer, assemble, run_ranks, train_alone
 
 MODEL = Model(((12, 10), (7,), (10, 12)))
 CONFIG = ShampooConfig(block_size=4, refresh_interval=2, grafting="none", epsilon=1e-4)  # type: ignore[arg-type]
 STEPS = 5
 NUM_RANKS = 3
+METHODS: dict[str, dict[str, Any]] = {
+    **{method.value: {"method": method} for method in Method},
+    "averaged directions": {"momentum_placement": "after"},
+    "averaged directions, late": {"momentum_placement": "after", "start_step": 3},
+}
 
 COLLECTIVES = [
     "all_gather",
@@ -86,9 +93,9 @@ def first_fragment_zeroed() -> Iterator[None]:
         dist.all_to_all_single = original
 
 
-def count_collectives(sharded: bool) -> dict[str, Any]:
+def count_collectives(sharded: bool, config: ShampooConfig = CONFIG) -> dict[str, Any]:
     group, _other = dist.new_group(range(NUM_RANKS)), dist.new_group(range(NUM_RANKS))
-    trainer = Trainer(MODEL, CONFIG, group, MODEL.equal_borders(NUM_RANKS) if sharded else None)
+    trainer = Trainer(MODEL, config, group, MODEL.equal_borders(NUM_RANKS) if sharded else None)
     by_step = []
     for step in range(STEPS):
         with recorded() as calls:
@@ -100,6 +107,7 @@ def count_collectives(sharded: bool) -> dict[str, Any]:
         "planned": 4 * optimizer.schedule.exchanged_numel,
         "planned_bytes": optimizer.planned_bytes,
         "counted": optimizer.bytes_sent,
+        "travels": 4 * sum(message.numel for message in optimizer.schedule.sends),
         "cut": sum(optimizer.plan.is_cut(block) for block in range(len(optimizer.plan.blocks))),
         "owned": [optimizer.plan.owners.count(rank) for rank in range(NUM_RANKS)],
         "result": trainer.result(),
@@ -124,6 +132,10 @@ def refused() -> list[str]:
         (MODEL, ShampooConfig(block_size=3) if last else CONFIG, borders),
         (MODEL, ShampooConfig(block_size=4, refresh_interval=7) if last else CONFIG, borders),
         (MODEL, CONFIG, other_borders if last else borders),
+        # Blocks and messages are the same, what is done with them is not.
+        (MODEL, dataclasses.replace(CONFIG, method="soap") if last else CONFIG, borders),
+        (MODEL, dataclasses.replace(CONFIG, epsilon=1e-3) if last else CONFIG, borders),
+        (MODEL, dataclasses.replace(CONFIG, update_rms_clip=1.0) if last else CONFIG, borders),
         (other_model, CONFIG, other_model.equal_borders(NUM_RANKS)) if last else (MODEL, CONFIG, borders),
     ]
     messages = []
@@ -139,6 +151,10 @@ def everything() -> dict[str, Any]:
     return {
         "sharded": count_collectives(sharded=True),
         "replicated": count_collectives(sharded=False),
+        "methods": {
+            name: count_collectives(sharded=True, config=dataclasses.replace(CONFIG, **settings))
+            for name, settings in METHODS.items()
+        },
         "faulty": train_with_a_fault(),
         "refused": refused(),
     }
@@ -168,6 +184,20 @@ class TestExchangeOnThreeProcesses:
             assert found["counted"] == STEPS * found["planned"]
         assert sum(rank["sharded"]["planned"] for rank in ranks) > 0
 
+    @pytest.mark.parametrize("method", list(METHODS))
+    def test_every_method_sends_its_payloads_by_the_same_two_calls(
+        self, ranks: list[dict[str, Any]], method: str
+    ) -> None:
+        for rank in ranks:
+            found, usual = rank["methods"][method], rank["sharded"]
+            for step in found["calls"]:
+                assert [(name, in_group) for name, in_group, _ in step] == [("all_to_all_single", True)] * 2
+            # The gradient travels once where it is itself what is preconditioned.
+            saved = usual["travels"] if method == "averaged directions" else 0
+            assert found["planned"] == found["planned_bytes"] == usual["planned"] - saved
+            assert [sum(size for _, _, size in step) for step in found["calls"]] == [found["planned"]] * STEPS
+        assert sum(rank["sharded"]["travels"] for rank in ranks) > 0
+
     def test_replicas_use_one_all_gather_in_their_group_and_nothing_else(self, ranks: list[dict[str, Any]]) -> None:
         for rank in ranks:
             for step in rank["replicated"]["calls"]:
@@ -192,6 +222,6 @@ class TestExchangeOnThreeProcesses:
         self, ranks: list[dict[str, Any]]
     ) -> None:
         for rank in ranks:
-            assert len(rank["refused"]) == 4
+            assert len(rank["refused"]) == 7
             for message in rank["refused"]:
-                assert message.startswith("data-parallel ranks [2] planned other Shampoo blocks")
+                assert message.startswith("data-parallel ranks [2] have other Shampoo blocks or settings")

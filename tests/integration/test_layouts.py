@@ -117,6 +117,17 @@ def test_every_method_gives_the_same_run_on_every_layout(models: dict[str, Model
     check_collectives(result, layout)
 
 
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=3), Layout(dp=2, distributed=False)], ids=str)
+@pytest.mark.parametrize("start_step", ["1", "3"])
+def test_momentum_after_preconditioning_too(models: dict[str, Model], start_step: str, layout: Layout) -> None:
+    """One payload travels to the owners instead of two, or grafting steps before the start step."""
+    flags = ("--shampoo-momentum-placement", "after", "--shampoo-nesterov", "--shampoo-start-step", start_step)
+    result = models["gpt"].train(layout, "tests.probes:count", *flags)
+    worst = models["gpt"].worst(result, *flags)
+    assert worst["loss"] <= LOSS and worst["gradient norm"] <= GRAD_NORM and worst["parameter"] <= 5 * PARAMETER, worst
+    check_collectives(result, layout)
+
+
 def test_soap_without_damping_is_another_run_on_every_layout(models: dict[str, Model]) -> None:
     """Negative control of the damping: without it Adam in the basis brings rounding errors to full size."""
     flags = ("--shampoo-method", "soap", "--shampoo-solver", "eigh", "--shampoo-epsilon", "1e-30")

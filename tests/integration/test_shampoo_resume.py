@@ -24,6 +24,10 @@ RUNS = {
     ),
     "TP2 replicated bf16": (tiny_llama(iters=LAST), Layout(tp=2, distributed=False), ["--bf16"]),
     "PP2 fp16": (tiny_gpt(iters=LAST), Layout(pp=2), ["--fp16", "--initial-loss-scale", "1024"]),
+    "DP2 kl-soap, bf16 factors": (
+        tiny_gpt(iters=LAST), Layout(dp=2), ["--shampoo-method", "kl-soap", "--shampoo-grafting", "adam",
+                                             "--shampoo-factor-dtype", "bf16"],
+    ),
     "one rank, dropout": (
         tiny_gpt(iters=LAST), Layout(distributed=False), ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
     ),
@@ -75,7 +79,8 @@ def forget_factors() -> None:
 
     def load_blocks(optimizer: Any, loaded: Any) -> None:
         for state in optimizer.states:
-            state.left.zero_()
+            for side in state.sides:
+                side.factor.zero_()
 
     checkpoint.load_blocks = load_blocks
 

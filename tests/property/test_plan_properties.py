@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.shampoo.config import Method, ShampooConfig
+from megatron.shampoo.config import Method, MomentumPlacement, ShampooConfig
 from megatron.shampoo.plan.copies import StridedCopy, merge
 from megatron.shampoo.plan.fragments import rectangles_of
 from megatron.shampoo.plan.grid import cut
 from megatron.shampoo.plan.owners import block_cost
 from megatron.shampoo.plan.parts import MatrixParameter, Part, Span
 from megatron.shampoo.plan.plan import Plan, make_plan
-from megatron.shampoo.plan.schedule import PAYLOADS, make_schedule, owned_numel, scatter_copies
+from megatron.shampoo.plan.schedule import make_schedule, owned_numel, scatter_copies
 
 FEW = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -166,6 +166,7 @@ def cases(draw: st.DrawFn) -> Case:
     matrices = tuple(matrix() for _ in range(draw(st.integers(1, 3))))
     config = ShampooConfig(
         method=draw(st.sampled_from(Method)),
+        momentum_placement=draw(st.sampled_from(MomentumPlacement)),
         block_size=draw(st.integers(1, 6)),
         refresh_interval=draw(st.integers(1, 7)),
     )
@@ -436,8 +437,10 @@ def test_ranks_agree_on_every_message(case: Case, num_ranks: int) -> None:
         if fragment.rank != owner
     ]
     assert sorted(map(repr, travelling)) == sorted(repr(it) for found in sent.values() for it in found)
-    # Two payloads and a norm for each fragment there, a direction back.
-    there = sum(PAYLOADS * fragment.numel + 1 for fragment in travelling)
+    # Two payloads (one where the gradient itself is preconditioned) and a norm for each fragment there, a direction
+    # back.
+    payloads = 1 if case.config.momentum_placement is MomentumPlacement.AFTER else 2
+    there = sum(payloads * fragment.numel + 1 for fragment in travelling)
     back = sum(fragment.numel for fragment in travelling)
     assert sum(schedule.exchanged_numel for schedule in schedules) == there + back
     for schedule in schedules:

@@ -27,7 +27,6 @@ from megatron.shampoo.config import (
     WeightDecay,
     flag_of,
 )
-from megatron.shampoo.methods import recipe_of
 
 BAD = {
     "method": ("Shampoo", "kl", "", None, 1, True),
@@ -148,6 +147,7 @@ REFUSED = {
         {"method": "one-sided", "solver": "newton-db", "refresh_tolerance": 0.5},
         "refresh_tolerance",
     ),
+    "a slow average in bf16": ({"factor_dtype": "bf16", "factor_beta": 0.991}, "factor_dtype"),
     "soap begins late": ({"method": "soap", "start_step": 2}, "start_step"),
     "kl-soap begins late": ({"method": "kl-soap", "start_step": 2, "grafting": "none"}, "start_step"),
     "kl-shampoo begins late": ({"method": "kl-shampoo", "start_step": 100}, "start_step"),
@@ -180,17 +180,11 @@ def crossed() -> Iterator[dict[str, Any]]:
 def is_allowed(it: dict[str, Any]) -> bool:
     """The rules as docs/methods.md tells them."""
     if it["method"] in ("shampoo", "one-sided"):
-        tracks = it["solver"] == "qr" or (it["solver"] == "auto" and keeps_a_basis(it["method"]))
-        return (tracks or it["refresh_tolerance"] == 0) and not (it["method"] == "one-sided" and it["side"] == "both")
+        return (it["solver"] == "qr" or it["refresh_tolerance"] == 0) and not (it["method"] == "one-sided" and it["side"] == "both")
     grafted = it["grafting"] not in (None, "none")
     whole = it["side"] in (None, "both") or it["method"] == "soap"
     rootless = it["root"] is None and it["solver"] not in ("newton", "newton-db")
     return rootless and whole and (grafted or it["start_step"] == 1)
-
-
-def keeps_a_basis(method: str) -> bool:
-    """Whether the solver that `auto` stands for keeps one: that is a matter of measurements."""
-    return recipe_of(ShampooConfig(method=method)).keeps_basis  # type: ignore[arg-type]
 
 
 def is_accepted(it: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 from megatron.shampoo import Shampoo, ShampooConfig
 from megatron.shampoo.config import Grafting, Method, MomentumPlacement, Solver
+from megatron.shampoo.linalg.threads import over_batch
 from megatron.shampoo.methods import Application, recipe_of
+from megatron.shampoo.preconditioner import factors
 
 METHODS = [method.value for method in Method]
 CASES: list[dict[str, Any]] = [{"method": method} for method in METHODS]
@@ -268,3 +271,112 @@ def test_application_decides_what_is_kept() -> None:
 
 def _products(optimizer: Shampoo) -> list[Tensor]:
     return [side.inverse for state in optimizer.states for side in state.sides]
+
+
+def test_a_compiled_step_is_the_eager_step() -> None:
+    def train(compiles: bool) -> list[Tensor]:
+        weights, optimizer = make({"method": "soap"})
+
+        def take() -> None:
+            optimizer.step()
+
+        stepper = torch.compile(take, backend="eager") if compiles else take
+        for number in range(6):
+            generator = torch.Generator().manual_seed(number)
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            stepper()
+        return everything(weights, optimizer)
+
+    assert_equal(train(compiles=False), train(compiles=True))
+
+
+@pytest.mark.parametrize("first", [1e-39, 1.5e-38, 1e-20, 1e15, 2e38])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_strange_first_gradient_is_forgotten(method: str, first: float) -> None:
+    """The scale of products follows gradients that grow, so later steps are those of ordinary gradients."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = []
+    for start in (1.0, first):
+        weights, optimizer = make({"method": method, "refresh_interval": 1})
+        weights[0].grad = start * torch.ones(12, 10)
+        optimizer.step()
+        generator.manual_seed(5)
+        steps = 80 if start > 1 else 12
+        for _ in range(steps):
+            before = weights[0].detach().clone()
+            weights[0].grad = torch.randn(12, 10, generator=generator)
+            optimizer.step()
+        moved = (weights[0].detach() - before * (1 - 0.001)) / 0.01
+        assert bool(moved.isfinite().all())
+        lengths.append(float(moved.square().mean().sqrt()))
+    if first < 1:
+        assert 0.4 * lengths[0] < lengths[1] < 2.5 * lengths[0], lengths
+    assert all(bool(tensor.isfinite().all()) for tensor in _products(optimizer))
+
+
+@every_case
+def test_rescaling_the_state_changes_no_direction(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale that is raised at the second gradient, by 2^24, against one that is left."""
+    runs, scales = [], []
+    for growth in (2.0**20, 2.0**60):
+        monkeypatch.setattr(factors, "MAX_GROWTH", growth)
+        weights, optimizer = make(case)
+        for group in optimizer.param_groups:
+            group.update(eps=0.0)
+        for number in range(8):
+            step(weights, optimizer, number, 2.0**-24 if number == 0 else 1.0)
+        runs.append([weight.detach().clone() for weight in weights])
+        scales.append(float(optimizer.states[0].scale[0]))
+    assert scales[0] > 2.0**20 * scales[1]
+    for mine, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_skipped_refreshes_of_roots_still_follow_the_eigenvalues() -> None:
+    weight = nn.Parameter(torch.zeros(6, 6))
+    config = ShampooConfig(solver="qr", refresh_tolerance=0.5, refresh_interval=1, grafting="none", update_rms_clip=0)
+    optimizer = Shampoo([weight], lr=1.0, betas=(0.0, 0.95), config=config)
+    sizes = torch.tensor([100.0, 10.0, 1.0, 1.0, 0.1, 0.01])
+    for number in range(200):
+        before = weight.detach().clone()
+        weight.grad = torch.diag(sizes if number < 5 else sizes.flip(0))
+        optimizer.step()
+    # For diagonal gradients the direction of fourth roots is the sign, but for the damping of the smallest ones.
+    assert optimizer.metrics.skipped == 2
+    moved = (before - weight.detach()).diagonal()
+    torch.testing.assert_close(moved[2:], torch.ones(4), rtol=0.1, atol=0.1)
+
+
+def test_independent_decay_needs_a_learning_rate_to_be_relative_to() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = Shampoo([weight], lr=0.0, weight_decay=0.1, config=ShampooConfig(weight_decay_mode="independent"))
+    weight.grad = torch.ones(4, 4)
+    with pytest.raises(ValueError, match="highest learning rate"):
+        optimizer.step()
+
+
+def test_a_step_under_autocast_is_the_step_without() -> None:
+    runs = []
+    for enabled in (False, True):
+        weights, optimizer = make({"method": "soap"})
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            for number in range(4):
+                step(weights, optimizer, number)
+        runs.append(everything(weights, optimizer))
+    assert_equal(*runs)
+
+
+def test_threads_of_the_solvers_leave_the_number_of_threads_alone() -> None:
+    counts = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = over_batch(torch.linalg.eigh, torch.eye(64, dtype=torch.float64).expand(4, 64, 64))
+        later = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert [torch.get_num_threads(), *counts] == [2, 2]
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found[0], torch.ones(4, 64, dtype=torch.float64))

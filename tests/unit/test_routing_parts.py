@@ -155,8 +155,8 @@ def assembled(model: Model, settings: ShampooConfig, size: int) -> dict[tuple[st
 
 MODELS = {
     "grouped queries": {"heads": 8, "groups": 4},
-    "all heads": {"heads": 8, "groups": 8},
-    "one query a group, wide": {"heads": 4, "groups": 4, "head": 16},
+    "all heads": {"heads": 8, "groups": 8, "head": 32},
+    "one query a group, wide": {"heads": 4, "groups": 4, "head": 64},
     "gated": {"heads": 8, "groups": 4, "gated": True},
     "output gate": {"heads": 8, "groups": 4, "output_gate": True},
 }
@@ -171,30 +171,28 @@ QKV_PARTS = {
         "fused": ["weight"],
     },
 }
-"""With an alignment of 4 and blocks of 16: keys of 32 rows would have blocks of 8, those of 64 have blocks of 16."""
+"""With an alignment of 4 and blocks of 64: keys of 32 rows have blocks of 8, those of 256 rows blocks of 64 anyway."""
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("qkv", ["split", "heads", "fused"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_parts_are_the_logical_matrices(name: str, qkv: str, size: int) -> None:
-    model, settings = Model(**MODELS[name]), ShampooConfig(block_size=16, qkv=qkv, tp_alignment=4)  # type: ignore[arg-type]
+    model, settings = Model(**MODELS[name]), ShampooConfig(block_size=64, qkv=qkv, tp_alignment=4)  # type: ignore[arg-type]
     routes = model.routes(settings, size)
     assert [part.name for part in routes["linear_qkv"].parts] == QKV_PARTS[name][qkv]
     for short, route in routes.items():
         for part in route.parts:
             assert part.global_shape == model.expected(short, part.name).shape
-    if qkv == "fused" and size > 1:
-        return  # its rows are in the order of the ranks: another matrix than on one rank, with the same rows
     found = assembled(model, settings, size)
     assert {key for key in found if key[0] == "linear_qkv"} == {("linear_qkv", part) for part in QKV_PARTS[name][qkv]}
     for key, whole in found.items():
         np.testing.assert_array_equal(whole, model.expected(*key), err_msg=str(key))
 
 
-@pytest.mark.parametrize("method", ["shampoo", "one-sided", "kl-soap"])
+@pytest.mark.parametrize("method", ["shampoo", "one-sided"])
 @pytest.mark.parametrize("block_size", [5, 16, 64])
-@pytest.mark.parametrize("qkv", ["split", "heads"])
+@pytest.mark.parametrize("qkv", ["split", "heads", "fused"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_blocks_factors_and_turns_are_the_same_at_every_tensor_parallel_size(
     name: str, qkv: str, block_size: int, method: str
@@ -205,16 +203,6 @@ def test_blocks_factors_and_turns_are_the_same_at_every_tensor_parallel_size(
     assert len(one) > 4
     for other in others:
         assert other == one
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-def test_the_fused_projection_is_in_the_order_of_the_ranks(name: str) -> None:
-    # Whole query groups lie in a rank, in order: so it is one matrix on every layout after all.
-    model, settings = Model(**MODELS[name]), ShampooConfig(block_size=16, qkv="fused", tp_alignment=4)  # type: ignore[arg-type]
-    one, *others = (assembled(model, settings, size)["linear_qkv", "weight"] for size in SIZES)
-    np.testing.assert_array_equal(one, model.local("linear_qkv", 1, 0))
-    for other in others:
-        np.testing.assert_array_equal(other, one)
 
 
 @pytest.mark.parametrize("block_size", [3, 8, 64])
@@ -289,9 +277,9 @@ def test_keys_and_values_do_not_lose_a_factor_by_staying_together() -> None:
     # 32 + 32 rows: longer than 48 together, not alone. Without a left factor they would be cheaper, and worse.
     route = Model(hidden=40, heads=4, groups=4, head=8).routes(ShampooConfig(max_dim=48))["linear_qkv"]
     assert [(part.name, part.sides) for part in route.parts] == [(name, (True, True)) for name in "qkv"]
-    # 8 + 8 rows: cheaper together, as long as they have a factor then.
+    # 8 + 8 rows: cheaper together, as long as the width has a factor too.
     model = Model(hidden=40, heads=4, groups=4, head=2)
-    for max_dim, names in ((None, ["q", "kv"]), (16, ["q", "kv"]), (15, ["q", "k", "v"])):
+    for max_dim, names in ((None, ["q", "kv"]), (40, ["q", "kv"]), (39, ["q", "k", "v"]), (8, ["q", "k", "v"])):
         parts = model.routes(ShampooConfig(max_dim=max_dim))["linear_qkv"].parts
         assert [part.name for part in parts] == names
         assert all(part.sides[0] for part in parts)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.shampoo.collective.views import gather, scatter_add, square_norms
 from megatron.shampoo.plan.plan import Plan
-from megatron.shampoo.plan.schedule import PAYLOADS, Message, Schedule, owned_numel, scatter_copies
+from megatron.shampoo.plan.schedule import Message, Schedule, owned_numel, scatter_copies
 
 
 class Inbox:
@@ -60,21 +60,23 @@ class BlockExchange:
 
         Args:
             gradients: for each parameter of the plan this rank's flat shard of the gradient (None: holds nothing).
-            inputs: likewise, what the roots are applied to.
+            inputs: likewise, what is preconditioned; not sent where the schedule says that it is the gradient.
             grafts: likewise, the grafting optimizer's step; only its square norm per fragment travels.
 
         Collective: every rank of the group.
         """
         if self.group is None or self._num_ranks == 1:
-            return Inbox([self._like] * PAYLOADS, self._like)
-        sent = [self._packed(sources) for sources in (gradients, inputs)]
+            return Inbox([self._like] * self.schedule.num_payloads, self._like)
+        sent = [self._packed(sources) for sources in (gradients, inputs)[: self.schedule.num_payloads]]
         norms = square_norms(self._packed(grafts), self._sent_lengths)
         parts, fragment, element = [], 0, 0
         for message in self.schedule.sends:
             stop, fragments = element + message.numel, fragment + len(message.fragments)
             parts += [payload[element:stop] for payload in sent] + [norms[fragment:fragments]]
             element, fragment = stop, fragments
-        received = self._all_to_all(parts, self._sizes(self._sends, _there), self._sizes(self._receives, _there))
+        received = self._all_to_all(
+            parts, self._sizes(self._sends, self._there), self._sizes(self._receives, self._there)
+        )
         return self._opened(received)
 
     def to_holders(
@@ -100,6 +102,9 @@ class BlockExchange:
         received = self._all_to_all([outgoing], back, there)
         scatter_add(self.schedule.pack, received, targets, scale)
 
+    def _there(self, message: Message) -> int:
+        return self.schedule.num_payloads * message.numel + len(message.fragments)
+
     def _packed(self, sources: Sequence[Tensor | None]) -> Tensor:
         flat = self._like.new_empty(sum(message.numel for message in self.schedule.sends))
         gather(self.schedule.pack, sources, flat)
@@ -119,11 +124,12 @@ class BlockExchange:
         """Sort the received messages by payload."""
         sizes = []
         for message in self.schedule.receives:
-            sizes += [message.numel] * PAYLOADS + [len(message.fragments)]
+            sizes += [message.numel] * self.schedule.num_payloads + [len(message.fragments)]
         pieces = received.split(sizes) if sizes else ()
         empty = received[:0]
-        payloads = [torch.cat(pieces[k :: PAYLOADS + 1]) if pieces else empty for k in range(PAYLOADS)]
-        return Inbox(payloads, torch.cat(pieces[PAYLOADS :: PAYLOADS + 1]) if pieces else empty)
+        count = self.schedule.num_payloads
+        payloads = [torch.cat(pieces[k :: count + 1]) if pieces else empty for k in range(count)]
+        return Inbox(payloads, torch.cat(pieces[count :: count + 1]) if pieces else empty)
 
 
 class DirectionGather:
@@ -168,10 +174,6 @@ class DirectionGather:
             self.bytes_sent += padded.numel() * padded.element_size()
         for copies, flat in zip(self._copies, everyone, strict=True):
             scatter_add(copies, flat, targets, scale)
-
-
-def _there(message: Message) -> int:
-    return PAYLOADS * message.numel + len(message.fragments)
 
 
 def _back(message: Message) -> int:

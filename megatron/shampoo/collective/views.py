@@ -57,21 +57,54 @@ def slots_of(copy: StridedCopy, block_numel: int) -> list[int]:
     return [offset // block_numel for offset in offsets]
 
 
-def add_square_norms_(
-    norms: Tensor, copies: Iterable[StridedCopy], slots: Iterable[Tensor], sources: Sequence[Tensor | None]
-) -> None:
-    """Add the sums of squares of what the copies read to the norms of their slots, without copying anything.
+class SlotNorms:
+    """Square norms of blocks that lie in several rectangles and messages, summed in a fixed order.
 
-    Args:
-        norms: `(blocks,)`, square norms, added to in place.
-        copies: into a stack of blocks.
-        slots: for each copy those of its rectangles, as `slots_of` gives them, on the device.
-        sources: buffers that are read.
+    Adding them up by index would do so in any order on a GPU, and two runs would differ.
     """
-    for copy, slot in zip(copies, slots, strict=True):
-        if sources[copy.source] is not None:
-            squares = torch.linalg.vector_norm(source_view(sources, copy), dim=(-2, -1)).square()
-            norms.index_add_(0, slot, squares.flatten().to(norms))
+
+    def __init__(
+        self,
+        copies: Sequence[StridedCopy],
+        block_numel: int,
+        fragment_slots: Sequence[int],
+        count: int,
+        device: torch.device,
+    ) -> None:
+        """Prepare the order.
+
+        Args:
+            copies: of this rank's own rectangles into the stack.
+            block_numel: elements of a block.
+            fragment_slots: slots of the received fragments, in the order in which their norms are given.
+            count: blocks.
+            device: of the norms.
+        """
+        self._copies = copies
+        self._lengths = [len(slots_of(copy, block_numel)) for copy in copies]
+        slots = [slot for copy in copies for slot in slots_of(copy, block_numel)] + list(fragment_slots)
+        index = torch.tensor(slots, dtype=torch.long)
+        self._order = index.argsort(stable=True).to(device)
+        self._counts = index.bincount(minlength=count).to(device)
+
+    def __call__(self, sources: Sequence[Tensor | None], received: Tensor) -> Tensor:
+        """Sum up.
+
+        Args:
+            sources: buffers that the copies read; one that is missing counts as zero.
+            received: square norms of the received fragments.
+
+        Returns:
+            `(blocks,)`.
+        """
+        squares = [
+            received.new_zeros(length)
+            if sources[copy.source] is None
+            else torch.linalg.vector_norm(source_view(sources, copy), dim=(-2, -1)).square().flatten().to(received)
+            for copy, length in zip(self._copies, self._lengths, strict=True)
+        ]
+        every = torch.cat([*squares, received])[self._order]
+        return torch.segment_reduce(every, "sum", lengths=self._counts, unsafe=True, initial=0.0)
 
 
 def square_norms(flat: Tensor, lengths: Tensor) -> Tensor:

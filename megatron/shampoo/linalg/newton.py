@@ -97,23 +97,30 @@ def _denman_beavers(a: Tensor) -> tuple[Tensor, Tensor, int]:
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     y, z = a, eye.expand_as(a)
     best_y, best_z, best = y, z, torch.full(a.shape[:-2], torch.inf, dtype=a.dtype, device=a.device)
+    done = torch.zeros_like(best, dtype=torch.bool)
     steps = 0
     for steps in range(1, MAX_STEPS + 1):
         product = z @ y
         residual = torch.linalg.matrix_norm(product - eye) / len(eye) ** 0.5
-        better = (residual < best)[..., None, None]
-        best_y, best_z = torch.where(better, y, best_y), torch.where(better, z, best_z)
-        best = torch.where(residual < best, residual, best)
-        if steps % CHECK_STEPS == 0 and _all_done(best, residual):
-            break
+        better = (residual < best) & ~done
+        taken = better[..., None, None]
+        best_y, best_z = torch.where(taken, y, best_y), torch.where(taken, z, best_z)
+        best = torch.where(better, residual, best)
+        if steps % CHECK_STEPS == 0:
+            done = done | _is_done(best, residual)
+            if bool(done.all()):
+                break
         step = 1.5 * eye - 0.5 * product
         y, z = y @ step, step @ z
     return best_y, best_z, steps
 
 
-def _all_done(best: Tensor, residual: Tensor) -> bool:
-    """Whether every matrix has converged, or diverges from its best iterate (float32 can do no better)."""
-    return bool(((best < TOLERANCE) | (residual > 2 * best) | residual.isnan()).all())
+def _is_done(best: Tensor, residual: Tensor) -> Tensor:
+    """Which matrices have converged, or diverge from their best iterate (float32 can do no better).
+
+    Such a matrix takes no later iterate, however long others of its batch need: its root must not depend on them.
+    """
+    return (best < TOLERANCE) | (residual > 2 * best) | residual.isnan()
 
 
 class _Best:
@@ -124,6 +131,7 @@ class _Best:
         self._x = x.expand_as(a)
         self._residual = torch.full(a.shape[:-2], torch.inf, dtype=a.dtype, device=a.device)
         self._last = self._residual
+        self._done = torch.zeros_like(self._residual, dtype=torch.bool)
 
     def residual_of(self, x: Tensor) -> Tensor:
         """|X^p A - I|_F / sqrt(d) on the normalised matrices."""
@@ -133,14 +141,15 @@ class _Best:
 
     def offer(self, x: Tensor, residual: Tensor) -> None:
         """Take an iterate where it is better."""
-        better = residual < self._residual
+        better = (residual < self._residual) & ~self._done
         self._x = torch.where(better[..., None, None], x, self._x)
         self._residual = torch.where(better, residual, self._residual)
         self._last = residual
 
     def is_done(self) -> bool:
-        """Whether no matrix can become better."""
-        return _all_done(self._residual, self._last)
+        """Whether every matrix is done; those that are take no iterate any more."""
+        self._done = self._done | _is_done(self._residual, self._last)
+        return bool(self._done.all())
 
     def result(self, scale: Tensor, is_zero: Tensor, finite: Tensor, steps: int) -> NewtonRoot:
         """The roots of the matrices as they were before they were normalised."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,9 +20,13 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
     # By process: threads do not survive a fork.
     key = (os.getpid(), num_threads)
     if key not in _pools:
-        _pools[key] = ThreadPoolExecutor(
+        pool = _pools[key] = ThreadPoolExecutor(
             num_threads, thread_name_prefix="lapack", initializer=torch.set_num_threads, initargs=(1,)
         )
+        # All threads at once, since set_num_threads also decides what threads begin with that start later.
+        everyone = threading.Barrier(num_threads)
+        list(pool.map(lambda _: everyone.wait(), range(num_threads)))
+        torch.set_num_threads(num_threads)
     return _pools[key]
 
 

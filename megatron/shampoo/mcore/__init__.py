@@ -30,7 +30,9 @@ def validate_args(args: Any) -> None:
         NotImplementedError: a legal combination that is not supported.
     """
     from megatron.shampoo.mcore import resume, validation
+    from megatron.shampoo.mcore.arguments import resolve_
 
     config = validation.validate_args(args)
     if config is not None:
+        resolve_(args, config)
         resume.check_resume(args, config)

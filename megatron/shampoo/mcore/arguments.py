@@ -61,6 +61,16 @@ def config_of(args: Any) -> ShampooConfig:
     return ShampooConfig(**{name: value for name, value in given.items() if value is not None})
 
 
+def resolve_(args: Any, config: ShampooConfig) -> None:
+    """Put the values that stand for flags that were not given into parsed arguments, as plain numbers and words.
+
+    Megatron stores its arguments in checkpoints: those must say what a run did after a default has changed too.
+    """
+    for field in dataclasses.fields(ShampooConfig):
+        value = getattr(config, field.name)
+        setattr(args, _dest(field.name), value.value if isinstance(value, enum.Enum) else value)
+
+
 def given_flags(args: Any) -> list[str]:
     """Our flags that the user gave, with their values."""
     names = [field.name for field in dataclasses.fields(ShampooConfig)]

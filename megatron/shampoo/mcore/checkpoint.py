@@ -43,23 +43,28 @@ def load_blocks(optimizer: Shampoo, loaded: dict[str, Tensor]) -> None:
     expected = dict(_tensors(optimizer))
     missing = sorted(expected.keys() - loaded.keys())
     if missing:
-        raise RuntimeError(f"the checkpoint lacks Shampoo's state {', '.join(missing)}: it was saved on another layout")
+        raise RuntimeError(
+            f"the checkpoint lacks Shampoo's state {', '.join(missing)}: it was saved on another "
+            "layout, or by an older version; load the weights alone with --no-load-optim"
+        )
     if not torch.equal(loaded["plan"].cpu(), expected["plan"]):
         raise RuntimeError(
             "the checkpoint's Shampoo blocks are others than this run's: resume on the layout and with the "
             "--shampoo-* flags it was saved with, or start the optimizer anew with --no-load-optim"
         )
-    for state, shape in _stacks(optimizer):
-        state.load_state_dict({name: loaded[f"{shape}.{name}"] for name in state.TENSORS})
+    for state, stack in _stacks(optimizer):
+        state.load_state_dict({name: loaded[f"{stack}.{name}"] for name in state.state_dict()})
 
 
 def _stacks(optimizer: Shampoo) -> Iterator[tuple[Any, str]]:
+    # Blocks of one shape may have other sides: those of a wide and of a high matrix with one factor each.
     for state in optimizer.states:
-        yield state, "x".join(map(str, state.stack.shape))
+        sides = "-".join(side.side for side in state.sides)
+        yield state, f"{'x'.join(map(str, state.stack.shape))}.{sides}"
 
 
 def _tensors(optimizer: Shampoo) -> Iterator[tuple[str, Tensor]]:
     yield "plan", torch.frombuffer(bytearray.fromhex(optimizer.plan.digest()), dtype=torch.uint8)
-    for state, shape in _stacks(optimizer):
+    for state, stack in _stacks(optimizer):
         for name, tensor in state.state_dict().items():
-            yield f"{shape}.{name}", tensor
+            yield f"{stack}.{name}", tensor

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.shampoo.config import ShampooConfig, flag_of
 from megatron.shampoo.mcore.arguments import config_of
-from megatron.shampoo.methods import recipe_of
+from megatron.shampoo.methods import recipe_of, root_of
 
 _LAYOUT = (
     "world_size",
@@ -49,7 +49,10 @@ _LAYOUT = (
 _GRID = ("block_size", "tp_alignment", "refresh_interval", "max_dim", "qkv")
 """Our settings that decide the blocks, their owners and their turns."""
 
-_STATE = ("method", "root", "side", "grafting", "momentum_placement", "factor_dtype", "root_dtype")
+_STATE = (
+    *("method", "root", "side", "grafting", "momentum_placement", "factor_dtype", "root_dtype", "factor_beta"),
+    "start_step",
+)
 """Our settings that decide what the state of a block and of its moments means."""
 
 _GROUPS = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
@@ -106,17 +109,17 @@ def _check_layout(saved: Any, args: Any) -> None:
 
 def _check_grid(saved: Any, args: Any, config: ShampooConfig) -> None:
     then, now = _resolved(config_of(saved), saved), _resolved(config, args)
-    if recipe_of(config_of(saved)).keeps_basis != recipe_of(config).keeps_basis:
-        raise ValueError(
-            f"--shampoo-solver {config.solver}: the checkpoint was saved with {config_of(saved).solver}, and only one "
-            "of the two keeps an eigenbasis; use that solver, or load the weights alone with --no-load-optim"
-        )
     for name in (*_GRID, *_STATE):
         if then[name] != now[name]:
             raise ValueError(
                 f"{flag_of(name)} {now[name]}: the checkpoint was saved with {then[name]}, and its state fits "
                 "that value alone; use it, or load the weights alone with --no-load-optim"
             )
+    if recipe_of(config_of(saved)).keeps_basis != recipe_of(config).keeps_basis:
+        raise ValueError(
+            f"--shampoo-solver {config.solver}: the checkpoint was saved with {config_of(saved).solver}, and only one "
+            "of the two keeps an eigenbasis; use that solver, or load the weights alone with --no-load-optim"
+        )
 
 
 def _resolved(config: ShampooConfig, args: Any) -> dict[str, Any]:
@@ -127,6 +130,8 @@ def _resolved(config: ShampooConfig, args: Any) -> dict[str, Any]:
         "tp_alignment": config.tp_alignment or args.tensor_model_parallel_size,
         "side": recipe.side,
         "grafting": recipe.grafting,
+        # Explicit or by default, for matrices with two factors and with one.
+        "root": (root_of((True, True), config), root_of((True, False), config)),
     }
 
 

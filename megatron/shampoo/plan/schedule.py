@@ -2,7 +2,7 @@
 
 Flat buffers, per data-parallel rank k that this rank sends to (all fragments it holds of blocks that k owns):
 
-    to the owner:    [ gradient of each fragment | direction input of each | grafted square norm of each ]
+    to the owner:    [ gradient of each fragment | what is preconditioned of each | grafted square norm of each ]
     to the holder:   [ search direction of each fragment ]
 
 The message back has the order of the message there, so one layout serves both.
@@ -12,12 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.shampoo.config import MomentumPlacement, ShampooConfig
 from megatron.shampoo.plan.copies import StridedCopy, merge
 from megatron.shampoo.plan.fragments import Fragment, rectangles_of
 from megatron.shampoo.plan.plan import Plan
 
-PAYLOADS = 2
-"""Tensors that travel to the owner for each fragment: the gradient and the direction input."""
+
+def num_payloads(config: ShampooConfig) -> int:
+    """Tensors that travel to the owner for each fragment: the gradient, and what is preconditioned if it is another.
+
+    With momentum after preconditioning that is the gradient, unless grafting steps take its place before a start step.
+    """
+    preconditions_gradient = config.momentum_placement is MomentumPlacement.AFTER and config.start_step == 1
+    return 1 if preconditions_gradient else 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,11 +73,13 @@ class Schedule:
     """For each stack: from a buffer of all received fragments, in the order of `receives`, into the stack."""
     unpack_slots: tuple[tuple[tuple[int, int], ...], ...]
     """For each stack: (number of the received fragment, slot in the stack) of each received fragment."""
+    num_payloads: int
+    """Tensors that travel to the owner for each fragment."""
 
     @property
     def exchanged_numel(self) -> int:
         """Elements that this rank sends to other ranks in a step, there and back."""
-        there = sum(PAYLOADS * message.numel + len(message.fragments) for message in self.sends)
+        there = sum(self.num_payloads * message.numel + len(message.fragments) for message in self.sends)
         return there + sum(message.numel for message in self.receives)
 
 
@@ -88,6 +97,7 @@ def make_schedule(plan: Plan, rank: int) -> Schedule:
         pack=_pack_copies(plan, rank, sends),
         unpack=unpack,
         unpack_slots=slots,
+        num_payloads=num_payloads(plan.config),
     )
 
 

@@ -14,9 +14,12 @@ from torch import Tensor
 from megatron.shampoo.linalg.precision import full_float32
 from megatron.shampoo.linalg.symmetric import lower_gram_
 
-MAX_NORMALISED = 2.0**50
-"""Largest entry of a normalised gradient: its products stay far below float32's largest number. A gradient that grew by
-1e15 is cut there, and by then outweighs everything before it anyway."""
+MAX_EXPONENT = 100
+"""Of a scale, in either direction: its inverse, and what is multiplied by it, stay normal float32 numbers."""
+
+MAX_GROWTH = 2.0**20
+"""Largest entry of a normalised gradient; at a larger one the scale is raised. Products stay far from float32's limits,
+and gradients that shrink again by as much are still far from underflow."""
 
 
 class Normalised(NamedTuple):
@@ -24,12 +27,14 @@ class Normalised(NamedTuple):
 
     scale: Tensor
     """`(blocks,)`, power of two; zero while no gradient but zero was seen."""
+    shrink: Tensor
+    """`(blocks,)`, power of two: the old scale over the new one, 1 where there was none."""
     is_nonzero: Tensor
     """`(blocks,)` bool: this gradient is finite and not zero."""
 
 
 def normalise_(gradient: Tensor, scale: Tensor) -> Normalised:
-    """Divide every block's gradient by the block's scale, in place; set scales that are not set yet.
+    """Divide every block's gradient by the block's scale, in place; set scales that are not set yet, raise small ones.
 
     The scale is the power of two at the largest entry of the first gradient that is not zero, so that products of
     gradients neither underflow nor overflow: float32 squares of 1e-20 are zero. Being a power of two it costs no
@@ -42,16 +47,16 @@ def normalise_(gradient: Tensor, scale: Tensor) -> Normalised:
     peak = torch.linalg.vector_norm(gradient, ord=torch.inf, dim=(-2, -1))
     finite = peak.isfinite()
     is_nonzero = finite & (peak > 0)
-    exponent = torch.frexp(peak)[1]
-    scale = torch.where((scale == 0) & is_nonzero, torch.ldexp(torch.ones_like(peak), exponent), scale)
-    factor = torch.where(scale > 0, 1 / scale, torch.ones_like(scale))
-    factor = factor * (MAX_NORMALISED / (peak * factor)).clamp_max(1)
+    exponent = torch.frexp(peak)[1].clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    fitting = torch.ldexp(torch.ones_like(peak), exponent)
+    is_new = is_nonzero & ((scale == 0) | (peak > MAX_GROWTH * scale))
+    renewed = torch.where(is_new, torch.maximum(fitting, scale), scale)
+    shrink = torch.where(is_new & (scale > 0), scale / renewed, torch.ones_like(scale))
     # NaN times zero is NaN. On a GPU to look whether there is any would cost a synchronisation.
     if gradient.is_cuda or not bool(finite.all()):
         gradient.masked_fill_(~finite[:, None, None], 0)
-        factor = torch.where(finite, factor, torch.ones_like(factor))
-    gradient.mul_(factor[:, None, None])
-    return Normalised(scale, is_nonzero)
+    gradient.mul_(torch.where(renewed > 0, 1 / renewed, torch.ones_like(renewed))[:, None, None])
+    return Normalised(renewed, shrink, is_nonzero)
 
 
 def update_factors_(left: Tensor | None, right: Tensor | None, gradient: Tensor, beta: float) -> None:

@@ -69,13 +69,13 @@ class Rung(NamedTuple):
 
 def _from_eigen(factors: Tensor, values: Tensor, basis: Tensor, usable: Tensor, task: Task) -> Solved:
     dtype = factors.dtype
-    root = None
+    if task.root is None:
+        damped = values + task.epsilon * values.amax(-1, keepdim=True)
+        return Solved(None, basis.to(dtype), (damped.amax(-1) / damped.amin(-1)).to(dtype), usable)
     _, is_zero, _ = sizes(factors)
-    assembled, condition = assembled_root(values, basis, task.root or 1, task.epsilon, is_zero)
-    if task.root is not None:
-        root = assembled.to(dtype)
-        usable = usable & root.isfinite().flatten(-2).all(-1)
-    return Solved(root, basis.to(dtype), condition.to(dtype), usable)
+    root, condition = assembled_root(values, basis, task.root, task.epsilon, is_zero)
+    usable = usable & root.isfinite().flatten(-2).all(-1)
+    return Solved(root.to(dtype), basis.to(dtype), condition.to(dtype), usable)
 
 
 def _eigh(precision: torch.dtype, on_cpu: bool) -> Callable[[Tensor, Tensor | None, Task], Solved]:
@@ -151,6 +151,29 @@ def climb(factors: Tensor, previous: Tensor | None, task: Task, solver: Solver) 
                     mine[slots] = other.to(mine)
             reached[todo] = torch.where(again.usable.cpu(), number, len(rungs))
         if task.trace_scaled and root is not None:
-            trace = factors.diagonal(dim1=-2, dim2=-1).sum(-1)
-            root = root * torch.where(trace > 0, trace, torch.ones_like(trace)).pow(0.25)[:, None, None]
+            root = _trace_scaled(root, factors)
     return Refreshed(root, basis, condition, reached)
+
+
+def root_in_basis(factors: Tensor, basis: Tensor, task: Task) -> Tensor:
+    """Roots from a basis that fits well enough, with the factors' present eigenvalues in it.
+
+    Args:
+        factors: `(batch, d, d)`, both triangles.
+        basis: `(batch, d, d)`.
+        task: with a root.
+    """
+    root = _from_eigen(
+        factors,
+        rayleigh(factors, basis),
+        basis,
+        torch.ones(len(factors), dtype=torch.bool, device=factors.device),
+        task,
+    ).root
+    assert root is not None
+    return _trace_scaled(root, factors) if task.trace_scaled else root
+
+
+def _trace_scaled(root: Tensor, factors: Tensor) -> Tensor:
+    trace = factors.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return root * torch.where(trace > 0, trace, torch.ones_like(trace)).pow(0.25)[:, None, None]

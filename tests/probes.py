@@ -51,7 +51,10 @@ def _figures(optimizer: Any) -> dict[str, Any]:
         "roots": optimizer.num_root_computations,
         "planned_bytes": optimizer.planned_bytes,
         "bytes_sent": optimizer.bytes_sent,
-        "grid": sorted([plan.name_of(i), list(block.shape), block.ordinal] for i, block in enumerate(plan.blocks)),
+        "grid": sorted(
+            [plan.name_of(i), list(block.shape), block.ordinal, list(block.sides)]
+            for i, block in enumerate(plan.blocks)
+        ),
     }
 
 

@@ -277,14 +277,17 @@ class Shampoo(torch.optim.Optimizer):
 
     def _peak_lr(self, group: int) -> float:
         """The learning rate that the schedule of a group scales: Megatron's, or what the group was made with."""
-        peak = self.param_groups[group].get("max_lr")
+        settings = self.param_groups[group]
+        peak = settings.get("max_lr")
         peak = float(self._first_lr[group] if peak is None else peak)
-        if peak <= 0 and self.config.weight_decay_mode is WeightDecay.INDEPENDENT:
+        if peak > 0:
+            return peak
+        if settings["lr"] > 0 and self.config.weight_decay_mode is WeightDecay.INDEPENDENT:
             raise ValueError(
                 f"lr {peak}: --shampoo-weight-decay independent is relative to the highest learning rate; make the "
                 "optimizer with it, or put it into the parameter group as max_lr"
             )
-        return peak
+        return 1.0  # of a rate of zero any share is zero
 
     # -- phases 2 to 7
 

@@ -130,7 +130,7 @@ def test_schedules_and_counters_go_on_after_a_resume(launcher: Launcher, tmp_pat
     assert [step["counters"] for step in steps] == [[[count], [count]] for count in range(1, 6)]
     assert len({rate for step in steps for rate, _ in step["groups"]}) == 5, "the rate changes in every step"
     kept = ("exp_avg", "exp_avg_sq", "left.factor", "right.factor", "left.inverse", "right.inverse")
-    assert {name: steps[-1]["dtypes"][name] for name in kept} == dict.fromkeys(kept, ["torch.float32"])
+    assert {name: steps[-1]["dtypes"][name] for name in kept} == {name: ["torch.float32"] for name in kept}
 
 
 def test_every_spoiled_step_is_counted_in_the_log(launcher: Launcher) -> None:

@@ -23,13 +23,12 @@ def predicted_blocks() -> int:
     return LAYERS * sum(math.prod(math.ceil(side / SIDE) for side in matrix) for matrix in MATRICES)
 
 
-def predicted_roots(num_steps: int) -> int:
-    """Two for each block at the first preconditioned step, by turns, and at steps 2, 4, ... of the first interval."""
-    return sum(
-        2
+def predicted_roots(num_steps: int, sides: int = 2, start: int = START) -> int:
+    """One a side for each block at the first preconditioned step, by turns, and at 1, 2, ... of the first interval."""
+    return sides * sum(
+        step == start or (step + ordinal) % INTERVAL == 0 or (step in (1, 2, 4, 8) and step < INTERVAL)
         for ordinal in range(predicted_blocks())
-        for step in range(START, num_steps + 1)
-        if step == START or (step + ordinal) % INTERVAL == 0 or (step in (2, 4, 8) and step < INTERVAL)
+        for step in range(start, num_steps + 1)
     )
 
 
@@ -53,6 +52,53 @@ def test_blocks_and_roots_are_as_predicted(launcher: Launcher, distributed: bool
     ]
 
 
+METHODS = {
+    "soap": (["--shampoo-method", "soap", "--shampoo-start-step", "1"], 2, 1),
+    "soap, grafted": (["--shampoo-method", "soap", "--shampoo-grafting", "adam"], 2, START),
+    "kl-soap by qr": (["--shampoo-method", "kl-soap", "--shampoo-solver", "qr", "--shampoo-start-step", "1"], 2, 1),
+    "kl-shampoo": (["--shampoo-method", "kl-shampoo", "--shampoo-start-step", "1"], 2, 1),
+    "one-sided": (["--shampoo-method", "one-sided"], 1, START),
+    "left alone, newton": (["--shampoo-side", "left", "--shampoo-solver", "newton"], 1, START),
+}
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_every_method_has_the_blocks_and_roots_that_are_predicted(launcher: Launcher, method: str) -> None:
+    flags, sides, start = METHODS[method]
+    layout = Layout(dp=2)
+    args = [*tiny_gpt(iters=ITERS), *layout.flags, *SHAMPOO, *flags]
+    result = launcher.run(args, world_size=2, setup="tests.probes:count").check()
+    ranks = [next(iter(record["setup"]["optimizers"].values())) for record in result.records]
+    assert ranks[0]["blocks"] == ranks[1]["blocks"] == predicted_blocks()
+    assert ranks[0]["owned"] + ranks[1]["owned"] == predicted_blocks()
+    assert ranks[0]["roots"] + ranks[1]["roots"] == predicted_roots(ITERS, sides, start)
+    assert f"  factors: {sides * predicted_blocks()}, about " in result.logs[0].read_text()
+    assert result.losses[-1] < result.losses[0]
+
+
+# Keys and values of 64 x 64, in the alignment's segments 16 x 64: cheaper together where the 64 columns have a factor.
+PARTS = [
+    ("shampoo", "split", {"q", "kv"}), ("shampoo", "heads", {"q", "k", "v"}), ("shampoo", "fused", {"weight"}),
+    ("one-sided", "split", {"q", "k", "v"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "qkv", "parts"), PARTS)
+def test_a_fixed_alignment_has_the_same_blocks_at_every_tensor_parallel_size(
+    launcher: Launcher, method: str, qkv: str, parts: set[str]
+) -> None:
+    flags = [*tiny_llama(iters=1, query_groups=4), *SHAMPOO, "--shampoo-tp-alignment", "4", "--shampoo-qkv", qkv]
+    grids = []
+    for size in (1, 2, 4):
+        args = [*flags, *Layout(tp=size).flags, "--shampoo-method", method]
+        result = launcher.run(args, world_size=size, setup="tests.probes:count").check()
+        grids.append(
+            {repr(row) for r in result.records for found in r["setup"]["optimizers"].values() for row in found["grid"]}
+        )
+    assert grids[0] == grids[1] == grids[2]
+    assert {row.split("linear_qkv.weight[")[1].split(" ")[0] for row in grids[0] if "linear_qkv" in row} == parts
+
+
 MOE = [
     *tiny_llama(iters=3), "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48",
     "--moe-shared-expert-intermediate-size", "32", "--moe-token-dispatcher-type", "allgather",
@@ -73,6 +119,22 @@ def test_experts_have_the_same_blocks_and_turns_wherever_they_are(launcher: Laun
     assert any("local_experts.3.mlp" in row or "local_experts.3.linear_fc1" in row for row in grids[0])
     assert reports[0] == reports[1]
     assert any("router" in line and "AdamW (router)" in line for line in reports[0])
+
+
+def test_the_report_names_the_sides_and_what_is_too_long(launcher: Launcher) -> None:
+    flags = [*tiny_gpt(iters=1), *Layout(tp=2).flags, *SHAMPOO, "--shampoo-max-dim", "64"]
+    result = launcher.run(flags, world_size=2).check()
+    report = result.logs[0].read_text()
+    report = report[report.index("----- shampoo") : report.index("----- end of shampoo")]
+    assert "Shampoo: weight 256x64 in 8x2 blocks of 32x32 (right factor alone)" in report
+    assert "Shampoo: weight 64x256 in 2x8 blocks of 32x32 (left factor alone)" in report
+    assert "Shampoo: weight 64x64 in 2x2 blocks of 32x32\n" in report
+    result = launcher.run([*flags, "--shampoo-max-dim", "63"], world_size=2).check()
+    report = result.logs[0].read_text()
+    report = report[report.index("----- shampoo") : report.index("----- end of shampoo")]
+    assert report.count("AdamW (a side above --shampoo-max-dim 63)") == 4
+    assert "  preconditioned: 0 of" in report
+    assert len(result.losses) == 1
 
 
 def test_the_report_names_every_route(launcher: Launcher) -> None:

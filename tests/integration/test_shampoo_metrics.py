@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.launch import Launcher
@@ -30,3 +32,35 @@ def test_metrics_are_written_at_every_interval(launcher: Launcher, tmp_path: Pat
     planned = sum(next(iter(r["setup"]["optimizers"].values()))["planned_bytes"] for r in result.records)
     assert planned > 0 and values("exchanged-bytes") == [planned, planned]
     assert "shampoo at iteration 3" in result.output
+    for name in ("refreshes-skipped", "refreshes-failed", "factors-given-up"):
+        assert values(name) == [0, 0]
+
+
+@pytest.mark.parametrize("method", ["soap", "kl-shampoo"])
+def test_skipped_refreshes_are_counted_apart(launcher: Launcher, tmp_path: Path, method: str) -> None:
+    flags = ["--optimizer", "shampoo", "--shampoo-method", method, "--shampoo-solver", "qr", "--shampoo-log-interval"]
+    flags += ["1", "--shampoo-refresh-tolerance", "0.9", "--shampoo-refresh-interval", "2", "--shampoo-block-size"]
+    layout = Layout(dp=2)
+    args = [*tiny_gpt(iters=4), *layout.flags, *flags, "48", "--tensorboard-dir", str(tmp_path)]
+    result = launcher.run(args, world_size=2, setup="tests.probes:count").check()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    refreshes, skipped = (
+        [event.value for event in events.Scalars(f"shampoo/{name}")] for name in ("refreshes", "refreshes-skipped")
+    )
+    blocks = sum(next(iter(record["setup"]["optimizers"].values()))["owned"] for record in result.records)
+    # Everything at first; then by turns, and a tolerance of nine tenths leaves most of it as it is.
+    assert (refreshes[0], skipped[0]) == (2 * blocks, 0)
+    assert sum(skipped) > sum(refreshes[1:])
+    assert sum(refreshes) == sum(inner["roots"] for r in result.records for inner in r["setup"]["optimizers"].values())
+
+
+def test_what_a_solver_does_not_know_is_left_out(launcher: Launcher, tmp_path: Path) -> None:
+    flags = ["--optimizer", "shampoo", "--shampoo-solver", "newton", "--shampoo-log-interval", "2"]
+    args = [*tiny_gpt(iters=2), *Layout(dp=2).flags, *flags, "--tensorboard-dir", str(tmp_path)]
+    launcher.run(args, world_size=2).check()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    for name in events.Tags()["scalars"]:
+        assert all(math.isfinite(event.value) for event in events.Scalars(name)), name
+    assert [event.value for event in events.Scalars("shampoo/refreshes-failed")] == [0]

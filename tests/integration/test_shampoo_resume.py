@@ -28,6 +28,21 @@ RUNS = {
         tiny_gpt(iters=LAST), Layout(dp=2), ["--shampoo-method", "kl-soap", "--shampoo-grafting", "adam",
                                              "--shampoo-factor-dtype", "bf16"],
     ),
+    # Blocks of 32 x 32 with a left factor (fc2) and with a right one (fc1): two states of one shape.
+    "TP2 one-sided": (tiny_gpt(iters=LAST), Layout(tp=2), ["--shampoo-method", "one-sided"]),
+    "DP2 soap by qr, averaged directions": (
+        tiny_gpt(iters=LAST), Layout(dp=2), ["--shampoo-method", "soap", "--shampoo-solver", "qr",
+                                             "--shampoo-refresh-tolerance", "0.1", "--shampoo-momentum-placement",
+                                             "after", "--shampoo-start-step", "1", "--shampoo-root-dtype", "bf16"],
+    ),
+    "DP2 replicated kl-shampoo": (
+        tiny_gpt(iters=LAST), Layout(dp=2, distributed=False), ["--shampoo-method", "kl-shampoo", "--shampoo-nesterov",
+                                                                "--shampoo-start-step", "1"],
+    ),
+    "DP2 newton, adagrad": (
+        tiny_gpt(iters=LAST), Layout(dp=2), ["--shampoo-solver", "newton", "--shampoo-grafting", "adagrad",
+                                             "--shampoo-weight-decay", "independent"],
+    ),
     "one rank, dropout": (
         tiny_gpt(iters=LAST), Layout(distributed=False), ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
     ),
@@ -97,8 +112,20 @@ REFUSED = {
     "other blocks": (Layout(dp=2), ["--shampoo-block-size", "64"], "--shampoo-block-size 64"),
     "other turns": (Layout(dp=2), ["--shampoo-refresh-interval", "5"], "--shampoo-refresh-interval 5"),
     "another precision": (Layout(dp=2), ["--bf16"], "bf16 False -> True"),
+    "another method": (
+        Layout(dp=2), ["--shampoo-method", "one-sided"],
+        "--shampoo-method one-sided: the checkpoint was saved with shampoo",
+    ),
+    "a solver with a basis": (
+        Layout(dp=2), ["--shampoo-solver", "qr"], "--shampoo-solver qr: the checkpoint was saved with",
+    ),
+    "another grafting": (
+        Layout(dp=2), ["--shampoo-grafting", "sgd"], "--shampoo-grafting sgd: the checkpoint was saved with adam",
+    ),
+    "shorter sides": (Layout(dp=2), ["--shampoo-max-dim", "64"], "--shampoo-max-dim 64: the checkpoint was saved with"),
+    "heads": (Layout(dp=2), ["--shampoo-qkv", "heads"], "--shampoo-qkv heads: the checkpoint was saved with split"),
     "another learning rate": (Layout(dp=2), ["--lr", "5e-4"], "--lr 0.0005: the checkpoint was saved with 0.001"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -111,6 +138,13 @@ def test_what_cannot_resume_is_refused_by_name(distributed: Run, case: str) -> N
 
 def test_the_default_alignment_spelled_out_is_the_same(distributed: Run) -> None:
     assert distributed.is_continued_by(distributed.resume("--shampoo-tp-alignment", "1").check())
+
+
+def test_what_the_state_does_not_depend_on_may_change(distributed: Run) -> None:
+    flags = ["--shampoo-solver", "newton", "--shampoo-weight-decay", "l2", "--shampoo-nesterov"]
+    resumed = distributed.resume(*flags, "--shampoo-epsilon", "1e-4", "--shampoo-update-rms-clip", "1").check()
+    assert resumed.losses[0] == distributed.unbroken.losses[SAVED]
+    assert not distributed.is_continued_by(resumed)
 
 
 def test_weights_alone_load_on_another_layout(distributed: Run) -> None:

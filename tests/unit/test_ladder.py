@@ -1,9 +1,9 @@
-"""The fallback ladder of every solver, with solvers that break in every known way on all of a batch or on one matrix."""
+"""The fallback ladder of every solver: solvers that break in every known way, on all of a batch or on one matrix."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -182,8 +182,8 @@ class Sabotage:
 
 
 @pytest.fixture
-def sabotage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Solver], Sabotage]]:
-    yield lambda solver: Sabotage(monkeypatch, solver)
+def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Solver], Sabotage]:
+    return lambda solver: Sabotage(monkeypatch, solver)
 
 
 def faults_of(solver: Solver) -> list[str]:

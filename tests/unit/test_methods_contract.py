@@ -351,6 +351,7 @@ def test_skipped_refreshes_of_roots_still_follow_the_eigenvalues() -> None:
 def test_independent_decay_needs_a_learning_rate_to_be_relative_to() -> None:
     weight = nn.Parameter(torch.ones(4, 4))
     optimizer = Shampoo([weight], lr=0.0, weight_decay=0.1, config=ShampooConfig(weight_decay_mode="independent"))
+    optimizer.param_groups[0]["lr"] = 0.1
     weight.grad = torch.ones(4, 4)
     with pytest.raises(ValueError, match="highest learning rate"):
         optimizer.step()

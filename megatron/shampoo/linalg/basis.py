@@ -22,7 +22,7 @@ class Tracked(NamedTuple):
     basis: Tensor
     """`(..., d, d)`, orthogonal; column i continues column i of the previous basis."""
     usable: Tensor
-    """`(...,)` bool: finite, orthogonal and computed without an error."""
+    """`(...,)` bool: finite and orthogonal."""
 
 
 def track_basis(matrices: Tensor, basis: Tensor) -> Tracked:
@@ -36,7 +36,11 @@ def track_basis(matrices: Tensor, basis: Tensor) -> Tracked:
         basis: Q of the previous refresh, `(..., d, d)`, orthogonal; not modified.
 
     Returns:
-        A matrix that cannot be decomposed is marked, alone in its batch; a zero matrix leaves the basis as it was.
+        A matrix that is not finite, or whose result is not orthogonal, is marked, alone in its batch; a zero matrix
+        leaves the basis as it was.
+
+    Raises:
+        RuntimeError: the library's decomposition failed.
 
     Source: SOAP, algorithm 4 (arXiv:2409.11321), with a shift and without the sorting.
     """
@@ -45,12 +49,7 @@ def track_basis(matrices: Tensor, basis: Tensor) -> Tracked:
     work = torch.where((is_zero | ~finite)[..., None, None], eye, matrices / scale)
     mean = work.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     product = work @ basis + SHIFT * mean * basis
-    try:
-        tracked, triangle = over_batch(torch.linalg.qr, product)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        return Tracked(torch.full_like(basis, torch.nan), torch.zeros_like(finite))
+    tracked, triangle = over_batch(torch.linalg.qr, product)
     sign = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(tracked)
     tracked = tracked * sign.unsqueeze(-2)
     return Tracked(tracked, finite & is_orthogonal(tracked))

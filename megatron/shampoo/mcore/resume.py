@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.shampoo.config import ShampooConfig, flag_of
+from megatron.shampoo.config import ShampooConfig, Side, flag_of
 from megatron.shampoo.mcore.arguments import config_of
 from megatron.shampoo.methods import recipe_of, root_of
 
@@ -50,7 +50,7 @@ _GRID = ("block_size", "tp_alignment", "refresh_interval", "max_dim", "qkv")
 """Our settings that decide the blocks, their owners and their turns."""
 
 _STATE = (
-    *("method", "root", "side", "grafting", "momentum_placement", "factor_dtype", "root_dtype", "factor_beta"),
+    *("method", "side", "root", "grafting", "momentum_placement", "factor_dtype", "root_dtype", "factor_beta"),
     "start_step",
 )
 """Our settings that decide what the state of a block and of its moments means."""
@@ -130,8 +130,8 @@ def _resolved(config: ShampooConfig, args: Any) -> dict[str, Any]:
         "tp_alignment": config.tp_alignment or args.tensor_model_parallel_size,
         "side": recipe.side,
         "grafting": recipe.grafting,
-        # Explicit or by default, for matrices with two factors and with one.
-        "root": (root_of((True, True), config), root_of((True, False), config)),
+        # Given or by default; where some matrices have two factors and some have one the defaults are two.
+        "root": root_of((True, recipe.side is Side.BOTH), config) if config.max_dim is None else config.root,
     }
 
 

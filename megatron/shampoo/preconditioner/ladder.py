@@ -138,14 +138,14 @@ def climb(factors: Tensor, previous: Tensor | None, task: Task, solver: Solver) 
     rungs = RUNGS[solver]
     factors = symmetric_from_lower(factors)
     with full_float32():
-        root, basis, condition, usable = rungs[0].solve(factors, previous, task)
+        root, basis, condition, usable = _attempt(rungs[0], factors, previous, task)
         reached = torch.where(usable.cpu(), 0, len(rungs))
         for number, rung in enumerate(rungs[1:], start=1):
             todo = (reached == len(rungs)).nonzero().flatten()
             if not todo.numel():
                 break
             slots = todo.to(factors.device)
-            again = rung.solve(factors[slots], None if previous is None else previous[slots], task)
+            again = _attempt(rung, factors[slots], None if previous is None else previous[slots], task)
             for mine, other in zip((root, basis, condition), again[:3], strict=True):
                 if mine is not None and other is not None:
                     mine[slots] = other.to(mine)
@@ -153,6 +153,36 @@ def climb(factors: Tensor, previous: Tensor | None, task: Task, solver: Solver) 
         if task.trace_scaled and root is not None:
             root = _trace_scaled(root, factors)
     return Refreshed(root, basis, condition, reached)
+
+
+def _attempt(rung: Rung, factors: Tensor, previous: Tensor | None, task: Task) -> Solved:
+    """One attempt on a batch; where it raises, on every matrix by itself, so that only those fail that make it fail."""
+    try:
+        return rung.solve(factors, previous, task)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # LinAlgError, and what cuSOLVER's own failures arrive as
+        pass
+    single = [_attempt_one(rung, factors, previous, task, index) for index in range(len(factors))]
+    return Solved(
+        *(None if None in parts else torch.cat(parts) for parts in zip(*single, strict=True))  # type: ignore[arg-type]
+    )
+
+
+def _attempt_one(rung: Rung, factors: Tensor, previous: Tensor | None, task: Task, index: int) -> Solved:
+    one = factors[index : index + 1].clone()
+    try:
+        return rung.solve(one, None if previous is None else previous[index : index + 1].clone(), task)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        nothing = torch.full_like(one, torch.nan)
+        condition = nothing[:, 0, 0].clone()
+        has_basis = task.root is None or previous is not None
+        root = None if task.root is None else nothing
+        return Solved(
+            root, nothing.clone() if has_basis else None, condition, torch.zeros_like(condition, dtype=torch.bool)
+        )
 
 
 def root_in_basis(factors: Tensor, basis: Tensor, task: Task) -> Tensor:

@@ -88,9 +88,10 @@ def test_a_fixed_alignment_has_the_same_blocks_at_every_tensor_parallel_size(
     launcher: Launcher, method: str, qkv: str, parts: set[str]
 ) -> None:
     flags = [*tiny_llama(iters=1, query_groups=4), *SHAMPOO, "--shampoo-tp-alignment", "4", "--shampoo-qkv", qkv]
+    flags += ["--shampoo-method", method, "--shampoo-block-size", "64"]
     grids = []
     for size in (1, 2, 4):
-        args = [*flags, *Layout(tp=size).flags, "--shampoo-method", method]
+        args = [*flags, *Layout(tp=size).flags]
         result = launcher.run(args, world_size=size, setup="tests.probes:count").check()
         grids.append(
             {repr(row) for r in result.records for found in r["setup"]["optimizers"].values() for row in found["grid"]}

@@ -202,7 +202,7 @@ def test_blocks_factors_and_turns_are_the_same_at_every_tensor_parallel_size(
     one, *others = (grid(model, settings, size) for size in SIZES)
     assert len(one) > 4
     for other in others:
-        assert other == one
+        assert {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)} == set()
 
 
 @pytest.mark.parametrize("block_size", [3, 8, 64])

@@ -553,7 +553,9 @@ def test_training_lowers_a_badly_conditioned_loss_faster_than_adamw(method: Meth
     side = "left" if method is Method.ONE_SIDED else None
     config = ShampooConfig(method=method, refresh_interval=5, side=side)  # type: ignore[arg-type]
     ours = final_loss(lambda params: Shampoo(params, config=config))
-    assert ours < 0.7 * final_loss(lambda params: torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.0))
+    # SOAP's damping in the basis, relative to the mean of the second moment, costs it a little (measured: 0.52).
+    bound = 0.6 if method is Method.SOAP else 0.5
+    assert ours < bound * final_loss(lambda params: torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.0))
 
 
 def test_copies_and_pickles_are_refused() -> None:

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from megatron.demo.process import error_lines, running
 from megatron.experiments import bench_steps
-from megatron.experiments.bench_machine import describe
 from megatron.experiments.bench_names import METHODS, RIVALS
 from megatron.experiments.bench_report import draw, tables
+from megatron.experiments.machine import describe
 
 LAST_LINES = 15
 

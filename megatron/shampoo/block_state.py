@@ -112,6 +112,11 @@ class StackState:
         """`num_updates` at the last refresh."""
 
     @property
+    def divisor(self) -> Tensor:
+        """The scale, one where there is none yet, `(blocks,)`."""
+        return torch.where(self.scale > 0, self.scale, torch.ones_like(self.scale))
+
+    @property
     def sides(self) -> tuple[FactorState, ...]:
         """The sides that have factors."""
         return tuple(side for side in (self.left, self.right) if side is not None)

@@ -261,6 +261,11 @@ class ShampooConfig:
     )
     """Steps."""
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether momentum comes before preconditioning."""
+        return self.momentum_placement is MomentumPlacement.BEFORE
+
     def __post_init__(self) -> None:
         """Check every field by itself, then those that depend on each other.
 

@@ -26,14 +26,14 @@ def adamw_(
         parameters: with gradients.
         states: their states, with the entries `ADAM_STATE`.
         mode: what the weight decay means.
-        peak: the learning rate that the schedule scales, for `independent`.
+        peak: the learning rate that the schedule scales, for `independent`; positive.
     """
     if not parameters:
         return
     step, first, second = ([state[key] for state in states] for key in ADAM_STATE)
     update = adam if mode is WeightDecay.L2 else adamw
     decay = group["weight_decay"]
-    if mode is WeightDecay.INDEPENDENT and group["lr"] > 0:  # a rate of zero may come with a peak of zero
+    if mode is WeightDecay.INDEPENDENT:
         decay = decay / peak
     update(
         parameters,
@@ -59,9 +59,9 @@ def decay_(group: dict[str, Any], parameters: Sequence[Tensor], mode: WeightDeca
         group: learning rate and weight decay.
         parameters: that are updated in this step.
         mode: `decoupled` 1 - lr wd, or `independent` 1 - wd lr / peak.
-        peak: the learning rate that the schedule scales.
+        peak: the learning rate that the schedule scales; positive.
     """
-    if not parameters or group["weight_decay"] * group["lr"] == 0 or mode is WeightDecay.L2:
+    if not parameters or group["weight_decay"] == 0 or mode is WeightDecay.L2:
         return
     rate = group["lr"] if mode is WeightDecay.DECOUPLED else group["lr"] / peak
     torch._foreach_mul_(list(parameters), 1.0 - rate * group["weight_decay"])

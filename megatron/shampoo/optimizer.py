@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.shampoo.collective.exchange import BlockExchange, DirectionGather
-from megatron.shampoo.config import Grafting, MomentumPlacement, ShampooConfig, WeightDecay
+from megatron.shampoo.config import Grafting, ShampooConfig, WeightDecay
 from megatron.shampoo.elementwise import ADAM_STATE, adamw_, decay_, penalised
 from megatron.shampoo.methods import recipe_of
 from megatron.shampoo.metrics import PhaseClock, StepMetrics
@@ -218,8 +218,8 @@ class Shampoo(torch.optim.Optimizer):
         """Update moments; take AdamW steps.
 
         Returns:
-            Flat gradients, what is preconditioned, and grafting steps of the plan's parameters. What is preconditioned
-            is None where that is the gradient itself.
+            Flat gradients, what is preconditioned, and grafting steps of the plan's parameters; None where this rank
+            has no gradient.
         """
         count = len(self.placement.shards)
         gradients: list[Tensor | None] = [None] * count
@@ -246,8 +246,8 @@ class Shampoo(torch.optim.Optimizer):
         """Update the moments of one group's preconditioned parameters.
 
         Returns:
-            What is preconditioned, and the grafting steps (those of plain momentum without any correction, see
-            `_norms`).
+            What is preconditioned, and the grafting steps (those of plain momentum without correction: the owner
+            corrects their norms).
         """
         config, (beta1, beta2) = self.config, group["betas"]
         states = [self.state[parameter] for parameter in parameters]
@@ -257,23 +257,19 @@ class Shampoo(torch.optim.Optimizer):
         if not grafts_by_momentum(self.recipe.grafting):
             update_second_(own, second, beta2, self.recipe.grafting)
         x = own
-        if self._averages_gradients:
+        if self.config.averages_gradients:
             update_first_(own, first, beta1)
             x = looked_ahead(own, first, beta1) if config.nesterov else first
         if grafts_by_momentum(self.recipe.grafting):
             return x, x
         steps = [int(state["step"]) for state in states]
-        corrects_first = config.bias_correction and self._averages_gradients
+        corrects_first = config.bias_correction and self.config.averages_gradients
         corrects_second = config.bias_correction and self.recipe.grafting is Grafting.ADAM
         weights = (
             [momentum_weight(beta1, step, config.nesterov) if corrects_first else 1.0 for step in steps],
             [momentum_weight(beta2, step, False) if corrects_second else 1.0 for step in steps],
         )
         return x, grafting_steps(x, second, weights, group["eps"])
-
-    @property
-    def _averages_gradients(self) -> bool:
-        return self.config.momentum_placement is MomentumPlacement.BEFORE
 
     def _peak_lr(self, group: int) -> float:
         """The learning rate that the schedule of a group scales: Megatron's, or what the group was made with."""
@@ -294,8 +290,9 @@ class Shampoo(torch.optim.Optimizer):
     def _precondition(
         self, gradients: list[Tensor | None], inputs: list[Tensor | None], grafts: list[Tensor | None]
     ) -> None:
-        before_start = self._before_start(gradients)
-        inputs = [graft if early else x for x, graft, early in zip(inputs, grafts, before_start, strict=True)]
+        updated = self._with_gradient(gradients)
+        early = self._before_start(updated)
+        inputs = [grafts[index] if index in early else x for index, x in enumerate(inputs)]
         inbox = self._exchange.to_owners(gradients, inputs, grafts)
         self.clock.mark("exchange")
         active = [stack.active(gradients) for stack in self._stacks]
@@ -303,17 +300,13 @@ class Shampoo(torch.optim.Optimizer):
             stack.accumulate(slots, gradients, inbox)
         self.clock.mark("accumulate")
         counts = refresh_due(self.states, active, self.config)
-        self.metrics.refreshes, self.metrics.skipped, self.metrics.failed = (
-            counts.computed,
-            counts.skipped,
-            counts.failed,
-        )
+        self.metrics.refreshes = counts.computed
+        self.metrics.skipped, self.metrics.failed = counts.skipped, counts.failed
         self.num_root_computations += counts.computed
         self.clock.mark("refresh")
-        updated = self._with_gradient(gradients)
         for number, group in enumerate(self.param_groups):
             decay_(group, updated[number], self.config.weight_decay_mode, self._peak_lr(number))
-        targets, scale = self._targets(gradients)
+        targets, scale = self._targets(gradients, updated)
         directions = []
         self.metrics.graft_ratios = []
         for stack, slots in zip(self._stacks, active, strict=True):
@@ -326,19 +319,9 @@ class Shampoo(torch.optim.Optimizer):
         self.clock.mark("apply")
         (self._directions or self._exchange).to_holders(directions, targets, scale)
         self.clock.mark("exchange")
-        if not self._averages_gradients:
+        if not self.config.averages_gradients:
             self._average_directions(updated, targets)
             self.clock.mark("moments")
-
-    def _before_start(self, gradients: Sequence[Tensor | None]) -> list[bool]:
-        """For each parameter of the plan whether this step still comes before the start step."""
-        early = [False] * len(gradients)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                index = self._index.get(id(parameter))
-                if index is not None and gradients[index] is not None:
-                    early[index] = int(self.state[parameter]["step"]) < self.config.start_step
-        return early
 
     def _with_gradient(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor]]:
         """For each parameter group its preconditioned parameters that are updated in this step."""
@@ -351,15 +334,26 @@ class Shampoo(torch.optim.Optimizer):
             for group in self.param_groups
         ]
 
-    def _targets(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[float]]:
+    def _before_start(self, updated: Sequence[list[Tensor]]) -> set[int]:
+        """Parameters of the plan for which this step still comes before the start step."""
+        start = self.config.start_step
+        return {
+            self._index[id(parameter)]
+            for parameters in updated
+            for parameter in parameters
+            if int(self.state[parameter]["step"]) < start
+        }
+
+    def _targets(
+        self, gradients: Sequence[Tensor | None], updated: Sequence[list[Tensor]]
+    ) -> tuple[list[Tensor | None], list[float]]:
         """What directions are added to, and with which factor: weights and minus the learning rate, or empty shards."""
-        scale = [1.0] * len(gradients)
-        if not self._averages_gradients:
-            return [None if it is None else torch.zeros_like(it) for it in gradients], scale
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if self.is_preconditioned(parameter):
-                    scale[self._index[id(parameter)]] = -group["lr"]
+        if not self.config.averages_gradients:
+            return [None if it is None else torch.zeros_like(it) for it in gradients], [1.0] * len(gradients)
+        scale = [0.0] * len(gradients)
+        for group, parameters in zip(self.param_groups, updated, strict=True):
+            for parameter in parameters:
+                scale[self._index[id(parameter)]] = -group["lr"]
         return [None if shard is None else shard.view(-1) for shard in self.placement.shards], scale
 
     def _average_directions(self, updated: Sequence[list[Tensor]], targets: Sequence[Tensor | None]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.shampoo.block_state import StackState
 from megatron.shampoo.collective.exchange import Inbox
 from megatron.shampoo.collective.views import SlotNorms, gather, scatter_add
-from megatron.shampoo.config import Grafting, MomentumPlacement, ShampooConfig
+from megatron.shampoo.config import Grafting, ShampooConfig
 from megatron.shampoo.methods import Application, recipe_of
 from megatron.shampoo.placement import Placement
 from megatron.shampoo.plan.copies import StridedCopy
@@ -81,10 +81,6 @@ class OwnedStack:
         )
         self._work: _Work | None = None
 
-    @property
-    def _averages_gradients(self) -> bool:
-        return self._config.momentum_placement is MomentumPlacement.BEFORE
-
     def active(self, gradients: Shards) -> Tensor:
         """Slots whose parameter has a gradient in this step, on the CPU."""
         everything = torch.arange(len(self._parameters))
@@ -104,7 +100,7 @@ class OwnedStack:
         with untouched(self.state, active):
             rotated = accumulate(self.state, self._recipe, self._config, gradient)
         self.state.num_updates[active] += 1
-        is_needed = self._recipe.application is not Application.ROOT or not self._averages_gradients
+        is_needed = self._recipe.application is not Application.ROOT or not self._config.averages_gradients
         self._work = _Work(gradient, rotated) if is_needed else None
 
     def directions(
@@ -125,7 +121,7 @@ class OwnedStack:
         state, work, self._work = self.state, self._work, None
         hyper = self._hyper(groups)
         started = state.num_updates >= self._config.start_step
-        x = self._collect(active, inputs, inbox.payloads[1]) if self._averages_gradients else None
+        x = self._collect(active, inputs, inbox.payloads[1]) if self._config.averages_gradients else None
         early = None
         if not bool(started.all()):
             # Before the start step a block's grafting step travels in the place of what is preconditioned.
@@ -182,7 +178,7 @@ class OwnedStack:
         ones = torch.ones_like(steps)
         corrects = self._config.bias_correction
         ahead = 1 if self._config.nesterov else 0
-        first = 1 - betas[:, 0] ** (steps + ahead) if corrects and self._averages_gradients else ones
+        first = 1 - betas[:, 0] ** (steps + ahead) if corrects and self._config.averages_gradients else ones
         second = 1 - betas[:, 1] ** steps if corrects else ones
         # A block without any gradient yet has no weight; it is not updated either.
         first, second = (torch.where(weight > 0, weight, ones) for weight in (first, second))

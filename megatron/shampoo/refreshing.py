@@ -149,29 +149,29 @@ def _take(part: _Due, found: Refreshed, task: Task, solver: Solver, counts: Refr
     good = found.rung < len(rungs)
     counts.computed += int(good.sum())
     if bool(good.all()):
-        _store(part, part.slots, found)
+        _store(part, part.slots, found.root, found.basis, found.condition)
         side.failures[part.slots] = 0
     else:
         chosen = Refreshed(*(None if it is None else it[good.to(it.device)] for it in found))  # type: ignore[arg-type]
-        _store(part, part.slots[good], chosen)
+        _store(part, part.slots[good], chosen.root, chosen.basis, chosen.condition)
         side.failures[part.slots] = torch.where(good, 0, side.failures[part.slots] + 1)
         counts.failed += int((~good).sum())
     for index in found.rung.nonzero().flatten().tolist():
         _report(part, int(part.slots[index]), int(found.rung[index]), task, solver)
 
 
-def _store(part: _Due, slots: Tensor, found: Refreshed) -> None:
+def _store(part: _Due, slots: Tensor, root: Tensor | None, basis: Tensor | None, condition: Tensor) -> None:
     state, side = part.state, part.side
     slots = slots.to(side.factor.device)
     if side.task.root is None:
-        assert found.basis is not None
-        state.change_basis(side, slots, found.basis)
+        assert basis is not None
+        state.change_basis(side, slots, basis)
     else:
-        assert found.root is not None
-        side.inverse[slots] = found.root.to(side.inverse)
-        if side.basis is not None and found.basis is not None:
-            side.basis[slots] = found.basis.to(side.basis)
-    side.condition[slots] = found.condition
+        assert root is not None
+        side.inverse[slots] = root.to(side.inverse)
+        if side.basis is not None and basis is not None:
+            side.basis[slots] = basis.to(side.basis)
+    side.condition[slots] = condition
 
 
 def _report(part: _Due, slot: int, rung: int, task: Task, solver: Solver) -> None:
@@ -184,14 +184,8 @@ def _report(part: _Due, slot: int, rung: int, task: Task, solver: Solver) -> Non
     if in_a_row < MAX_FAILURES_IN_A_ROW:
         logger.warning("%s: every solver failed, the previous one stays (%d in a row)", name, in_a_row)
         return
-    slots = torch.tensor([slot], device=side.factor.device)
     identity = torch.eye(side.size, dtype=side.condition.dtype, device=side.factor.device).unsqueeze(0)
-    if task.root is None:
-        part.state.change_basis(side, slots, identity)
-    else:
-        side.inverse[slots] = identity.to(side.inverse)
-        if side.basis is not None:
-            side.basis[slots] = identity.to(side.basis)
+    _store(part, torch.tensor([slot]), identity, identity, side.condition[slot].clone())
     logger.error(
         "%s: every solver failed %d times in a row; the block goes on without it until a refresh succeeds. Look for "
         "gradients that are not finite, lower the learning rate or raise --shampoo-epsilon",

@@ -76,18 +76,17 @@ def accumulate(state: StackState, recipe: Recipe, config: ShampooConfig, gradien
         update_factors_(factors[0], factors[1], gradient, config.factor_beta)
         _store_factors(state, factors)
         return None
+    eigenvalues = _eigenvalues(state)
     assert state.left is not None
     assert state.right is not None
-    eigenvalues = _eigenvalues(state.left), _eigenvalues(state.right)
     # The identity is the first basis, and the first gradient's size the first eigenvalue of both sides.
     is_first = (eigenvalues[0].sum(-1) == 0) & is_nonzero
     start = first_eigenvalues(gradient)
     for values in eigenvalues:
         values.copy_(torch.where(is_first[:, None], start[:, None], values))
-    usable = [torch.where(values.sum(-1, keepdim=True) > 0, floored(values), 1.0) for values in eigenvalues]
     left, right = _wide(state.left.factor, gradient), _wide(state.right.factor, gradient)
     bases = (_wide(state.left.inverse, gradient), _wide(state.right.inverse, gradient))
-    rotated = update_whitened_factors_(left, right, gradient, bases, (usable[0], usable[1]), config.factor_beta)
+    rotated = update_whitened_factors_(left, right, gradient, bases, _divisible(state), config.factor_beta)
     _store_factors(state, [left, right])
     return rotated
 
@@ -117,8 +116,7 @@ def direction(
     """
     inverses = [None if side is None else _wide(side.inverse, gradient if x is None else x) for side in _both(state)]
     if x is not None:
-        scale = torch.where(state.scale > 0, state.scale, torch.ones_like(state.scale))[:, None, None]
-        x.mul_(1 / scale / hyper.momentum_weight)
+        x.mul_(1 / state.divisor[:, None, None] / hyper.momentum_weight)
     if recipe.application is Application.ROOT:
         chosen = gradient if x is None else x
         assert chosen is not None
@@ -134,16 +132,10 @@ def direction(
         update_second_moment_(state.second_moment, rotated, 1.0 - hyper.beta2)
     projected = rotated if x is None else apply_sides(into[0], x, into[1])
     if state.second_moment is not None:
-        eps = hyper.eps / torch.where(state.scale > 0, state.scale, torch.ones_like(state.scale))[:, None, None]
+        eps = hyper.eps / state.divisor[:, None, None]
         divide_by_adam_(projected, state.second_moment, hyper.second_weight, eps, config.epsilon)
     else:
-        assert state.left is not None
-        assert state.right is not None
-        usable = [
-            torch.where(values.sum(-1, keepdim=True) > 0, floored(values), 1.0)
-            for values in (_eigenvalues(state.left), _eigenvalues(state.right))
-        ]
-        divide_by_eigenvalues_(projected, usable[0], usable[1])
+        divide_by_eigenvalues_(projected, *_divisible(state))
     return apply_sides(back[0], projected, back[1])
 
 
@@ -202,7 +194,7 @@ def finish(state: StackState, recipe: Recipe, directions: Tensor, norms: Tensor 
     if norms is not None:
         factor = grafted = graft_factor(norm, norms)
     else:
-        factor = torch.where(state.scale > 0, state.scale, torch.ones_like(state.scale)).pow(_lost_power(state))
+        factor = state.divisor.pow(_lost_power(state))
     if recipe.update_rms_clip:
         factor = factor * clip_factor(norm * factor, recipe.update_rms_clip, state.stack.block_numel)
     return directions.mul_(factor[:, None, None]), grafted
@@ -225,10 +217,8 @@ def _both(state: StackState) -> tuple[FactorState | None, FactorState | None]:
 
 
 def _average(state: StackState, config: ShampooConfig, rotated: Tensor) -> None:
-    assert state.left is not None
-    assert state.right is not None
     assert state.num_averaged is not None
-    left, right = _eigenvalues(state.left), _eigenvalues(state.right)
+    left, right = _eigenvalues(state)
     is_nonzero = torch.linalg.vector_norm(rotated, ord=torch.inf, dim=(-2, -1)) > 0
     count = state.num_averaged + 1
     averaged = average_eigenvalues(left, right, rotated, config.factor_beta, count)
@@ -237,9 +227,20 @@ def _average(state: StackState, config: ShampooConfig, rotated: Tensor) -> None:
     state.num_averaged.copy_(torch.where(is_nonzero, count, state.num_averaged))
 
 
-def _eigenvalues(side: FactorState) -> Tensor:
-    assert side.eigenvalues is not None
-    return side.eigenvalues
+def _eigenvalues(state: StackState) -> tuple[Tensor, Tensor]:
+    """Averaged eigenvalues of both sides; the methods that have them have both."""
+    left, right = (None if side is None else side.eigenvalues for side in _both(state))
+    assert left is not None
+    assert right is not None
+    return left, right
+
+
+def _divisible(state: StackState) -> tuple[Tensor, Tensor]:
+    """Eigenvalues that may be divided by: with their floor, and one while no gradient was seen."""
+    left, right = (
+        torch.where(values.sum(-1, keepdim=True) > 0, floored(values), 1.0) for values in _eigenvalues(state)
+    )
+    return left, right
 
 
 def _wide(stored: Tensor, like: Tensor | None) -> Tensor:

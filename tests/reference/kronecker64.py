@@ -16,9 +16,9 @@ gradients so far, num_averaged of those among them that are not zero.
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
+
+from tests.reference.shampoo64 import BlockedShampoo64
 
 ROOT_METHODS = ("shampoo", "one-sided")
 BASIS_METHODS = ("soap", "kl-soap", "kl-shampoo")
@@ -260,7 +260,7 @@ class Kronecker64:
         return 1.0
 
 
-class BlockedKronecker64:
+class BlockedKronecker64(BlockedShampoo64):
     """A matrix cut into blocks, each a `Kronecker64` of its own.
 
     A dimension of length d is cut into k = ceil(d / block_size) pieces at floor(d i / k). Which side is the smaller one
@@ -277,28 +277,13 @@ class BlockedKronecker64:
         side: str | None = None,
         **settings: object,
     ) -> None:
-        rows, columns = (self._cuts(length, block_size) for length in weight.shape)
         self.shape = weight.shape
-        self.places = [(slice(*r), slice(*c)) for r in rows for c in columns]
+        self.places = self._places(weight.shape, block_size)
         side = resolved_side(method, side, (weight.shape[0], weight.shape[1]))
         self.blocks = [
             Kronecker64(weight[place], turn=first_turn + number, method=method, side=side, **settings)  # type: ignore[arg-type]
             for number, place in enumerate(self.places)
         ]
-
-    @staticmethod
-    def _cuts(length: int, block_size: int) -> list[tuple[int, int]]:
-        pieces = -(-length // block_size)
-        ends = [length * i // pieces for i in range(pieces + 1)]
-        return list(itertools.pairwise(ends))
-
-    @property
-    def W(self) -> np.ndarray:  # noqa: N802
-        """The whole matrix."""
-        whole = np.empty(self.shape)
-        for place, block in zip(self.places, self.blocks, strict=True):
-            whole[place] = block.W
-        return whole
 
     def step(self, gradient: np.ndarray, lr: float | None = None) -> None:
         """Take one step of every block, from now on with this learning rate if one is given."""

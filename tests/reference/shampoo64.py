@@ -91,13 +91,17 @@ class BlockedShampoo64:
     """
 
     def __init__(self, weight: np.ndarray, *, block_size: int, first_turn: int = 0, **settings: object) -> None:
-        rows, columns = (self._cuts(length, block_size) for length in weight.shape)
         self.shape = weight.shape
-        self.places = [(slice(*r), slice(*c)) for r in rows for c in columns]
+        self.places = self._places(weight.shape, block_size)
         self.blocks = [
             Shampoo64(weight[place], turn=first_turn + number, **settings)  # type: ignore[arg-type]
             for number, place in enumerate(self.places)
         ]
+
+    @classmethod
+    def _places(cls, shape: tuple[int, ...], block_size: int) -> list[tuple[slice, slice]]:
+        rows, columns = (cls._cuts(length, block_size) for length in shape)
+        return [(slice(*r), slice(*c)) for r in rows for c in columns]
 
     @staticmethod
     def _cuts(length: int, block_size: int) -> list[tuple[int, int]]:

@@ -701,7 +701,7 @@ def test_an_interrupt_ends_all_runs_and_the_same_command_goes_on(
     script += f"compare.ROOT = pathlib.Path({str(checkout)!r}); sys.exit(compare.main(sys.argv[1:]))"
     command = [
         *(sys.executable, "-c", script, "--optimizers", "adam", "--steps", "4", "--jobs", "2", "--seeds", "1,2"),
-        *("--data", str(data), "--eval-tokens", "64", "--out", "out"),
+        *("--grid", "adam=1e-3,3e-3,1e-2", "--data", str(data), "--eval-tokens", "64", "--out", "out"),
     ]
     (checkout / "hold").write_text("0.003 0.01")
     running = subprocess.Popen(command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

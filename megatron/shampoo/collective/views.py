@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -81,9 +82,9 @@ class SlotNorms:
             device: of the norms.
         """
         self._copies = copies
-        self._lengths = [len(slots_of(copy, block_numel)) for copy in copies]
-        slots = [slot for copy in copies for slot in slots_of(copy, block_numel)] + list(fragment_slots)
-        index = torch.tensor(slots, dtype=torch.long)
+        slots = [slots_of(copy, block_numel) for copy in copies]
+        self._lengths = [len(found) for found in slots]
+        index = torch.tensor([*itertools.chain.from_iterable(slots), *fragment_slots], dtype=torch.long)
         self._order = index.argsort(stable=True).to(device)
         self._counts = index.bincount(minlength=count).to(device)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.shampoo.linalg.isolation import isolated
 from megatron.shampoo.linalg.threads import over_batch
 
 ZERO_EIGENVALUE = 1e-36
@@ -14,7 +16,6 @@ ZERO_EIGENVALUE = 1e-36
 
 MAX_SKEW = 1e-3
 """Largest |Q'Qx - x| for vectors x of signs, of a basis that may be used: a solver may return worse, and no error."""
-
 
 NUM_PROBES = 8
 """Vectors that orthogonality is tested on."""
@@ -42,28 +43,18 @@ def eigenbasis(matrices: Tensor, dtype: torch.dtype | None = None) -> Eigen:
         An error or a non-finite value in one matrix marks that one alone.
     """
     dtype = dtype or matrices.dtype
-    try:
-        return _eigh(matrices, dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # LinAlgError, and what cuSOLVER's own failures arrive as
-        pass
-    # One matrix of a batch failed: find out which, on copies, since a failed solver may have overwritten its input.
-    single = matrices.reshape(-1, *matrices.shape[-2:])
-    parts = [_one(matrix, dtype) for matrix in single]
     batch = matrices.shape[:-2]
-    return Eigen(*(torch.stack(each).reshape(*batch, *each[0].shape) for each in zip(*parts, strict=True)))
+    found = isolated(
+        functools.partial(_eigh, dtype=dtype),
+        functools.partial(_failed, dtype=dtype),
+        matrices.reshape(-1, *matrices.shape[-2:]),
+    )
+    return Eigen(*(each.reshape(batch + each.shape[1:]) for each in found))
 
 
-def _one(matrix: Tensor, dtype: torch.dtype) -> Eigen:
-    try:
-        return _eigh(matrix, dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        failed = torch.zeros((), dtype=torch.bool, device=matrix.device)
-        basis = torch.full_like(matrix, torch.nan, dtype=dtype)
-        return Eigen(basis[0].clone(), basis, failed)
+def _failed(matrices: Tensor, dtype: torch.dtype) -> Eigen:
+    basis = torch.full_like(matrices, torch.nan, dtype=dtype)
+    return Eigen(basis[..., 0].clone(), basis, torch.zeros(len(matrices), dtype=torch.bool, device=matrices.device))
 
 
 def _eigh(matrices: Tensor, dtype: torch.dtype) -> Eigen:
@@ -94,8 +85,13 @@ def is_orthogonal(basis: Tensor) -> Tensor:
     The vectors x are fixed, with signs that no eigenbasis knows of: products with a few vectors instead of Q'Q, which
     would cost a tenth of a refresh.
     """
-    size = basis.shape[-1]
-    generator = torch.Generator().manual_seed(size)
-    probe = torch.randint(0, 2, (size, NUM_PROBES), generator=generator).mul(2).sub(1).to(basis)
+    probe = _probe(basis.shape[-1], basis.dtype, basis.device)
     skew = (basis.mT @ (basis @ probe) - probe).abs().amax(dim=(-2, -1))
     return skew < MAX_SKEW  # a comparison with NaN is false
+
+
+@functools.cache
+def _probe(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Vectors of signs, `(size, NUM_PROBES)`; kept, since to make them costs a copy to the device."""
+    generator = torch.Generator().manual_seed(size)
+    return torch.randint(0, 2, (size, NUM_PROBES), generator=generator).mul(2).sub(1).to(device, dtype)

@@ -56,7 +56,17 @@ def assembled_root(values: Tensor, basis: Tensor, root: int, epsilon: float, is_
         epsilon: relative damping.
         is_zero: `(...,)`, where the root is the identity.
     """
-    damped = values + epsilon * values.amax(-1, keepdim=True)
+    damped = damped_values(values, epsilon)
     roots = (basis * damped.pow(-1.0 / root).unsqueeze(-2)) @ basis.mT
     eye = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
-    return torch.where(is_zero[..., None, None], eye, roots), damped.amax(-1) / damped.amin(-1)
+    return torch.where(is_zero[..., None, None], eye, roots), condition_of(damped)
+
+
+def damped_values(values: Tensor, epsilon: float) -> Tensor:
+    """Eigenvalues l + epsilon max(l), `(..., d)`."""
+    return values + epsilon * values.amax(-1, keepdim=True)
+
+
+def condition_of(values: Tensor) -> Tensor:
+    """Largest over smallest eigenvalue, `(...,)`."""
+    return values.amax(-1) / values.amin(-1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.shampoo.config import MomentumPlacement, ShampooConfig
+from megatron.shampoo.config import ShampooConfig
 from megatron.shampoo.plan.copies import StridedCopy, merge
 from megatron.shampoo.plan.fragments import Fragment, rectangles_of
 from megatron.shampoo.plan.plan import Plan
@@ -23,8 +23,7 @@ def num_payloads(config: ShampooConfig) -> int:
 
     With momentum after preconditioning that is the gradient, unless grafting steps take its place before a start step.
     """
-    preconditions_gradient = config.momentum_placement is MomentumPlacement.AFTER and config.start_step == 1
-    return 1 if preconditions_gradient else 2
+    return 2 if config.averages_gradients or config.start_step > 1 else 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

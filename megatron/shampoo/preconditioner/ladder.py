@@ -24,7 +24,8 @@ from torch import Tensor
 from megatron.shampoo.config import Solver
 from megatron.shampoo.linalg.basis import rayleigh, track_basis
 from megatron.shampoo.linalg.eigen import eigenbasis, sizes
-from megatron.shampoo.linalg.inverse_root import assembled_root
+from megatron.shampoo.linalg.inverse_root import assembled_root, condition_of, damped_values
+from megatron.shampoo.linalg.isolation import isolated
 from megatron.shampoo.linalg.newton import NewtonRoot, coupled_newton, newton_denman_beavers
 from megatron.shampoo.linalg.precision import full_float32
 from megatron.shampoo.linalg.symmetric import symmetric_from_lower
@@ -70,8 +71,7 @@ class Rung(NamedTuple):
 def _from_eigen(factors: Tensor, values: Tensor, basis: Tensor, usable: Tensor, task: Task) -> Solved:
     dtype = factors.dtype
     if task.root is None:
-        damped = values + task.epsilon * values.amax(-1, keepdim=True)
-        return Solved(None, basis.to(dtype), (damped.amax(-1) / damped.amin(-1)).to(dtype), usable)
+        return Solved(None, basis.to(dtype), condition_of(damped_values(values, task.epsilon)).to(dtype), usable)
     _, is_zero, _ = sizes(factors)
     root, condition = assembled_root(values, basis, task.root, task.epsilon, is_zero)
     usable = usable & root.isfinite().flatten(-2).all(-1)
@@ -156,33 +156,18 @@ def climb(factors: Tensor, previous: Tensor | None, task: Task, solver: Solver) 
 
 
 def _attempt(rung: Rung, factors: Tensor, previous: Tensor | None, task: Task) -> Solved:
-    """One attempt on a batch; where it raises, on every matrix by itself, so that only those fail that make it fail."""
-    try:
-        return rung.solve(factors, previous, task)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # LinAlgError, and what cuSOLVER's own failures arrive as
-        pass
-    single = [_attempt_one(rung, factors, previous, task, index) for index in range(len(factors))]
-    return Solved(
-        *(None if None in parts else torch.cat(parts) for parts in zip(*single, strict=True))  # type: ignore[arg-type]
-    )
+    """One attempt on a batch; what makes it raise fails by itself."""
 
-
-def _attempt_one(rung: Rung, factors: Tensor, previous: Tensor | None, task: Task, index: int) -> Solved:
-    one = factors[index : index + 1].clone()
-    try:
-        return rung.solve(one, None if previous is None else previous[index : index + 1].clone(), task)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
+    def failed(one: Tensor, basis: Tensor | None) -> Solved:
         nothing = torch.full_like(one, torch.nan)
         condition = nothing[:, 0, 0].clone()
-        has_basis = task.root is None or previous is not None
         root = None if task.root is None else nothing
+        has_basis = task.root is None or basis is not None
         return Solved(
             root, nothing.clone() if has_basis else None, condition, torch.zeros_like(condition, dtype=torch.bool)
         )
+
+    return isolated(lambda one, basis: rung.solve(one, basis, task), failed, factors, previous)
 
 
 def root_in_basis(factors: Tensor, basis: Tensor, task: Task) -> Tensor:

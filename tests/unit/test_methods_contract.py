@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from megatron.shampoo import Shampoo, ShampooConfig
 from megatron.shampoo.config import Grafting, Method, MomentumPlacement, Solver
-from megatron.shampoo.linalg.threads import over_batch
 from megatron.shampoo.methods import Application, recipe_of
 from megatron.shampoo.preconditioner import factors
 
@@ -366,18 +364,3 @@ def test_a_step_under_autocast_is_the_step_without() -> None:
                 step(weights, optimizer, number)
         runs.append(everything(weights, optimizer))
     assert_equal(*runs)
-
-
-def test_threads_of_the_solvers_leave_the_number_of_threads_alone() -> None:
-    counts = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        found = over_batch(torch.linalg.eigh, torch.eye(64, dtype=torch.float64).expand(4, 64, 64))
-        later = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
-        later.start()
-        later.join()
-        assert [torch.get_num_threads(), *counts] == [2, 2]
-    finally:
-        torch.set_num_threads(before)
-    torch.testing.assert_close(found[0], torch.ones(4, 64, dtype=torch.float64))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron.shampoo.linalg.eigen import is_orthogonal, sizes
-from megatron.shampoo.linalg.threads import over_batch
 
 SHIFT = 0.05
 """Added to the eigenvalues of a factor, relative to their mean. It leaves eigenvectors alone and makes the step a
@@ -49,7 +48,7 @@ def track_basis(matrices: Tensor, basis: Tensor) -> Tracked:
     work = torch.where((is_zero | ~finite)[..., None, None], eye, matrices / scale)
     mean = work.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     product = work @ basis + SHIFT * mean * basis
-    tracked, triangle = over_batch(torch.linalg.qr, product)
+    tracked, triangle = torch.linalg.qr(product)
     sign = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(tracked)
     tracked = tracked * sign.unsqueeze(-2)
     return Tracked(tracked, finite & is_orthogonal(tracked))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron.shampoo.linalg.isolation import isolated
-from megatron.shampoo.linalg.threads import over_batch
 
 ZERO_EIGENVALUE = 1e-36
 """Below this largest entry a matrix counts as zero: its basis is the identity. Smallest normal float32: 1.2e-38."""
@@ -65,7 +64,7 @@ def _eigh(matrices: Tensor, dtype: torch.dtype) -> Eigen:
     eye = torch.eye(work.shape[-1], dtype=dtype, device=work.device)
     # A matrix that is zero or not finite is replaced before the solver sees it: neither may spoil its batch.
     work = torch.where(replaced, eye, work / scale)
-    values, basis = over_batch(torch.linalg.eigh, work)
+    values, basis = torch.linalg.eigh(work)
     usable = finite & values.isfinite().all(-1) & is_orthogonal(basis)
     return Eigen(values.clamp_min(0) * scale.squeeze(-1), basis, usable)
 

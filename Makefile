@@ -39,8 +39,8 @@ bench: $(STAMP)  ## time the optimizers against each other, about 25 minutes (BE
 compare: $(STAMP)  ## train a small GPT with every optimizer, rates tuned, more than an hour (COMPARE="--help" for options)
 	@$(RUN) tools/compare.py $(COMPARE)
 
-test: $(STAMP)  ## run the whole test suite (TESTS="tests/unit -k plan" for a part)
-	@$(RUN) -m pytest $(TESTS)
+test: $(STAMP)  ## run the whole test suite, on up to 4 cores (TESTS="tests/unit -k plan" for a part)
+	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal $(TESTS)
 
 lint: $(STAMP)  ## check style, formatting and types (ruff, mypy)
 	$(RUN) -m ruff check

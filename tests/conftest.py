@@ -14,3 +14,10 @@ def launcher() -> Iterator[Launcher]:
     """One fork server for the session; it starts at the first run."""
     with Launcher() as running:
         yield running
+
+
+def pytest_configure() -> None:
+    """One thread: the tests' matrices are so small that a second thread only waits, and others may use it."""
+    import torch
+
+    torch.set_num_threads(1)

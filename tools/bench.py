@@ -2,7 +2,7 @@
 
     make bench
     make bench BENCH="--parts optimizer --optimizers adam,soap,megatron-soap --widths 512"
-    make bench BENCH="--parts steps --rounds 3 --layouts one,dp2 -- --shampoo-refresh-interval 20"
+    make bench BENCH="--parts steps --rounds 3 --layouts one,dp2 --shampoo-flags='--shampoo-block-size 128'"
 
 `steps`: real pretrain_gpt.py runs of a small GPT (4 layers, width 128, global batch 32), in interleaved rounds; medians
 over the steps of all rounds but the first ten of each. `optimizer`: the step of the optimizer alone, on the matrices of
@@ -42,7 +42,7 @@ class Defaults:
 
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     rounds: int = 2
-    step_iterations: int = 15
+    step_iterations: int = 30
     optimizer_iterations: int = WARM_UP + 2 * REFRESH_INTERVAL
     widths: tuple[int, ...] = (512, 1024)
     parameters: int = 4 * 12 * 512**2
@@ -73,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--iters",
         type=_at_least(WARM_UP + 1),
-        help=f"steps of a run, the first {WARM_UP} of which are not measured (15 of steps, 30 of optimizer; of "
+        help=f"steps of a run, the first {WARM_UP} of which are not measured (30; of "
         f"optimizer the measured ones are whole refresh intervals: a multiple of {REFRESH_INTERVAL})",
     )
     parser.add_argument(
@@ -91,6 +91,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=ROOT / "runs/bench", metavar="DIR", help="results (runs/bench)")
     parser.add_argument(
         "--quick", action="store_true", help="other defaults, for a smoke run: one process, one round, a tiny width"
+    )
+    parser.add_argument(
+        "--shampoo-flags",
+        type=shlex.split,
+        default=[],
+        metavar='="FLAGS"',
+        help="of steps: more flags for our methods, as one word after an equals sign",
     )
     parser.add_argument("flags", nargs="*", help="of steps: more flags of pretrain_gpt.py, after --; they win")
     return parser
@@ -168,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         out=args.out,
         data_flags=data_flags,
         flags=args.flags,
+        shampoo_flags=args.shampoo_flags,
         command=shlex.join(["tools/bench.py", *(sys.argv[1:] if argv is None else argv)]),
     )
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -46,6 +46,8 @@ class BenchOptions:
     data_flags: Sequence[str]
     flags: Sequence[str]
     """More flags of `pretrain_gpt.py`."""
+    shampoo_flags: Sequence[str]
+    """Likewise, for our methods alone."""
     command: str
 
 
@@ -119,6 +121,7 @@ def _steps(options: BenchOptions) -> list[dict[str, Any]]:
         "optimizers": list(options.optimizers),
         "rounds": options.rounds,
         "iterations": options.step_iterations,
+        "shampoo_flags": list(options.shampoo_flags),
         "flags": [*(options.data_flags or bench_steps.MOCK_DATA), *options.flags],
     }
     rows: list[dict[str, Any]] = _work(options, "steps", ["megatron.experiments.bench_steps"], request)["rows"]

@@ -36,7 +36,9 @@ TIMEOUT_SECONDS = 900.0
 _PREFIX = re.compile(r"^(\[rank\d+\]: )?([\w./-]+: )?error: |^\[rank\d+\]: ")
 
 
-def flags_of(optimizer: str, layout: str, iterations: int, more: Sequence[str], *, on_cpu: bool) -> list[str]:
+def flags_of(
+    optimizer: str, layout: str, iterations: int, more: Sequence[str], for_ours: Sequence[str] = (), *, on_cpu: bool
+) -> list[str]:
     """Command line of one run.
 
     Args:
@@ -44,13 +46,14 @@ def flags_of(optimizer: str, layout: str, iterations: int, more: Sequence[str], 
         layout: key of `LAYOUTS`.
         iterations: steps.
         more: data, and the user's flags, which win.
+        for_ours: the user's flags for our methods.
         on_cpu: whether the run is on CPU.
 
     Returns:
         Flags of `pretrain_gpt.py`.
     """
     if optimizer in METHODS:
-        chosen = ["--optimizer", "shampoo", "--shampoo-method", optimizer]
+        chosen = ["--optimizer", "shampoo", "--shampoo-method", optimizer, *for_ours]
     else:
         chosen = ["--optimizer", optimizer.removeprefix("megatron-")]
     if optimizer == "megatron-muon" and on_cpu:
@@ -143,7 +146,7 @@ def measure(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Run everything.
 
     Args:
-        request: entry, folder, layouts, optimizers, rounds, iterations, flags.
+        request: entry, folder, layouts, optimizers, rounds, iterations, flags, flags for our methods.
 
     Returns:
         All rows.
@@ -182,7 +185,8 @@ def _run_once(ranks: Any, layout: str, optimizer: str, request: Mapping[str, Any
     refusal = ranks.refusal(world_size)
     if refusal:
         return str(refusal)
-    flags = flags_of(optimizer, layout, request["iterations"], request["flags"], on_cpu=ranks.on_cpu)
+    given = request["flags"], request["shampoo_flags"]
+    flags = flags_of(optimizer, layout, request["iterations"], *given, on_cpu=ranks.on_cpu)
     status = ranks.run(flags, world_size, folder)
     logs = sorted(folder.glob("*.log"))
     if status:

@@ -223,4 +223,4 @@ class StackState:
                     moment = self.second_moment[slots]
                     is_left = side is self.left
                     self.second_moment[slots] = torch.bmm(weights, moment) if is_left else torch.bmm(moment, weights.mT)
-        side.inverse[slots] = new.to(side.inverse)
+        side.inverse.index_copy_(0, slots, new.to(side.inverse))

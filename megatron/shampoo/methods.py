@@ -67,7 +67,7 @@ _COMBINATIONS = {
     Method.KL_SHAMPOO: (Estimator.KL, Application.SPECTRAL, Side.BOTH, Grafting.NONE),
 }
 
-_AUTO_SOLVER = {Application.ROOT: Solver.EIGH, Application.ADAM: Solver.QR, Application.SPECTRAL: Solver.QR}
+AUTO_SOLVER = Solver.QR
 """What `auto` stands for. Source: docs/methods.md."""
 
 
@@ -84,7 +84,7 @@ def recipe_of(config: ShampooConfig) -> Recipe:
         side=config.side or side,
         grafting=grafting,
         update_rms_clip=clip,
-        solver=_AUTO_SOLVER[application] if config.solver is Solver.AUTO else config.solver,
+        solver=AUTO_SOLVER if config.solver is Solver.AUTO else config.solver,
     )
 
 

@@ -104,7 +104,9 @@ def _refresh_batch(batch: list[_Due], solver: Solver, config: ShampooConfig, cou
             return
     factors = torch.cat([_corrected(part, config) for part in batch])
     previous = [
-        part.side.tracked[part.slots.to(factors.device)].to(factors) for part in batch if part.side.tracked is not None
+        part.side.tracked.index_select(0, part.slots.to(factors.device)).to(factors)
+        for part in batch
+        if part.side.tracked is not None
     ]
     task = batch[0].side.task
     found = climb(factors, torch.cat(previous) if previous else None, task, solver)
@@ -118,7 +120,7 @@ def _refresh_batch(batch: list[_Due], solver: Solver, config: ShampooConfig, cou
 def _corrected(part: _Due, config: ShampooConfig) -> Tensor:
     slots = part.slots.to(part.side.factor.device)
     weight = bias_correction(config.factor_beta, part.state.num_updates[part.slots])
-    factors = part.side.factor[slots].to(part.side.condition.dtype)
+    factors = part.side.factor.index_select(0, slots).to(part.side.condition.dtype)
     return factors.div_(weight.to(factors)[:, None, None])
 
 
@@ -168,9 +170,9 @@ def _store(part: _Due, slots: Tensor, root: Tensor | None, basis: Tensor | None,
         state.change_basis(side, slots, basis)
     else:
         assert root is not None
-        side.inverse[slots] = root.to(side.inverse)
+        side.inverse.index_copy_(0, slots, root.to(side.inverse))
         if side.basis is not None and basis is not None:
-            side.basis[slots] = basis.to(side.basis)
+            side.basis.index_copy_(0, slots, basis.to(side.basis))
     side.condition[slots] = condition
 
 

@@ -40,6 +40,26 @@ def eigenbasis(matrix: np.ndarray) -> np.ndarray:
     return np.linalg.eigh((matrix + matrix.T) / 2)[1]
 
 
+def tracked_basis(matrix: np.ndarray, previous: np.ndarray) -> np.ndarray:
+    """One step of orthogonal iteration of A + 0.05 mean(diag A) I from the previous basis; that basis where A is zero.
+
+    Orthogonalised by the Cholesky factor of the Gram matrix: P = Q R has P'P = R'R, with a positive diagonal of R.
+    """
+    if not matrix.any():
+        return previous
+    shifted = (matrix + matrix.T) / 2 + 0.05 * np.mean(np.diag(matrix)) * np.eye(len(matrix))
+    product = shifted / np.abs(shifted).max() @ previous
+    return np.linalg.solve(np.linalg.cholesky(product.T @ product), product.T).T
+
+
+def root_in_basis(matrix: np.ndarray, basis: np.ndarray, root: int, epsilon: float) -> np.ndarray:
+    """Q (l + epsilon max(l))^(-1/root) Q' with l = diag(Q' A Q); the identity where A is zero."""
+    if not matrix.any():
+        return np.eye(len(matrix))
+    values = np.maximum(np.diag(basis.T @ matrix @ basis), 0)
+    return basis @ np.diag((values + epsilon * values.max()) ** (-1 / root)) @ basis.T
+
+
 def floored(eigenvalues: np.ndarray) -> np.ndarray:
     """Eigenvalues no smaller than `KL_FLOOR` of their mean."""
     return np.maximum(eigenvalues, KL_FLOOR * eigenvalues.mean())
@@ -83,8 +103,10 @@ class Kronecker64:
         interval: int = 1,
         start_step: int = 1,
         turn: int = 0,
+        tracks: bool = False,
     ) -> None:
         m, n = weight.shape
+        self.tracks = tracks
         self.method = method
         self.side = resolved_side(method, side, (m, n))
         self.has_left, self.has_right = self.side in ("both", "left"), self.side in ("both", "right")
@@ -176,17 +198,27 @@ class Kronecker64:
     def _refresh_roots(self) -> None:
         correction = 1 - self.factor_beta**self.t
         L, R = self.L / correction, self.R / correction
+        if self.tracks:
+            self.Q_L, self.Q_R = tracked_basis(L, self.Q_L), tracked_basis(R, self.Q_R)
         if self.has_left:
-            self.X_L = inverse_root(L, self.root, self.epsilon)
+            self.X_L = self._root(L, self.Q_L)
         if self.has_right:
-            self.X_R = inverse_root(R, self.root, self.epsilon)
+            self.X_R = self._root(R, self.Q_R)
         if self.root == 2 and self.side == "both":
             self.X_L, self.X_R = np.trace(L) ** 0.25 * self.X_L, np.trace(R) ** 0.25 * self.X_R
 
+    def _root(self, matrix: np.ndarray, basis: np.ndarray) -> np.ndarray:
+        if self.tracks:
+            return root_in_basis(matrix, basis, self.root, self.epsilon)
+        return inverse_root(matrix, self.root, self.epsilon)
+
+    def _basis(self, matrix: np.ndarray, previous: np.ndarray) -> np.ndarray:
+        return tracked_basis(matrix, previous) if self.tracks else eigenbasis(matrix)
+
     def _refresh_bases(self) -> None:
         """New eigenbases; what is kept per basis vector follows by the squared cosines between new and old ones."""
-        new_L = eigenbasis(self.L) if self.has_left else self.Q_L
-        new_R = eigenbasis(self.R) if self.has_right else self.Q_R
+        new_L = self._basis(self.L, self.Q_L) if self.has_left else self.Q_L
+        new_R = self._basis(self.R, self.Q_R) if self.has_right else self.Q_R
         cosines_L, cosines_R = (new_L.T @ self.Q_L) ** 2, (new_R.T @ self.Q_R) ** 2
         self.V_Q = cosines_L @ self.V_Q @ cosines_R.T
         if self.l_L is not None and self.l_R is not None:

@@ -218,6 +218,7 @@ def test_rounds_are_interleaved_and_the_first_ten_steps_left_out(
     rows = bench_steps.measure({
         "entry": "pretrain_gpt.py", "folder": str(tmp_path), "layouts": ["one"], "rounds": 2, "iterations": 13,
         "optimizers": ["sgd", "megatron-muon", "soap"], "flags": [],
+        "shampoo_flags": ["--shampoo-block-size", "64"],
     })  # fmt: skip
     assert ranks.runs == ["sgd", "muon", "shampoo", "shampoo", "sgd"]
     assert [row["optimizer"] for row in rows] == ["sgd", "soap", "megatron-muon"]
@@ -229,10 +230,12 @@ def test_rounds_are_interleaved_and_the_first_ten_steps_left_out(
 
 def test_every_optimizer_gets_its_own_flags() -> None:
     def flags(optimizer: str, layout: str = "one", on_cpu: bool = True) -> str:
-        return " ".join(bench_steps.flags_of(optimizer, layout, 12, ["--lr", "5"], on_cpu=on_cpu))
+        more, for_ours = ["--lr", "5"], ["--shampoo-block-size", "64"]
+        return " ".join(bench_steps.flags_of(optimizer, layout, 12, more, for_ours, on_cpu=on_cpu))
 
     for name in OPTIMIZERS:
         assert flags(name).endswith("--train-iters 12 --lr 5")
+        assert ("--shampoo-block-size 64" in flags(name)) == (name in METHODS)
     assert "--optimizer shampoo --shampoo-method kl-soap" in flags("kl-soap")
     assert "--optimizer soap " in flags("megatron-soap") and "--shampoo-method" not in flags("megatron-soap")
     assert "--muon-fp32-matmul-prec" in flags("megatron-muon")

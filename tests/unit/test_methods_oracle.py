@@ -86,12 +86,13 @@ class Problem:
 
     def optimizer(self, weights: list[torch.nn.Parameter], settings: Settings) -> Shampoo:
         group = {"params": weights} | ({} if self.max_lr is None else {"max_lr": self.max_lr})
-        config = ShampooConfig(block_size=self.block_size, solver="eigh", **settings)  # type: ignore[arg-type]
+        config = ShampooConfig(block_size=self.block_size, **{"solver": "eigh", **settings})  # type: ignore[arg-type]
         return Shampoo([group], lr=LR, betas=self.betas, eps=self.eps, weight_decay=DECAY, config=config)
 
     def oracles(self, settings: Settings) -> list[BlockedKronecker64]:
         """An oracle for each matrix, whose blocks are numbered one after the other."""
         settings = {"interval" if name == "refresh_interval" else name: value for name, value in settings.items()}
+        settings["tracks"] = settings.pop("solver", "eigh") != "eigh"
         own = {"lr": LR, "max_lr": self.max_lr, "betas": self.betas, "eps": self.eps, "weight_decay": DECAY}
         oracles: list[BlockedKronecker64] = []
         for weight in self.weights():
@@ -149,6 +150,23 @@ def test_every_method_matches_the_oracle(name: str, refresh_interval: int, dtype
     oracles = compare(Problem(shapes, dtype), {"refresh_interval": refresh_interval, **damping, **settings})
     turns = STEPS // refresh_interval
     assert all(block.num_refreshes >= turns for oracle in oracles for block in oracle.blocks)
+
+
+@DTYPES
+@pytest.mark.parametrize("refresh_interval", [1, 4])
+@pytest.mark.parametrize("name", list(METHODS))
+def test_the_default_solver_matches_the_oracle_that_tracks(
+    name: str, refresh_interval: int, dtype: torch.dtype
+) -> None:
+    settings, shapes = METHODS[name]
+    compare(Problem(shapes, dtype), {"refresh_interval": refresh_interval, "solver": "auto", **settings})
+
+
+def test_the_solvers_differ() -> None:
+    # The negative control of the test above: the oracle with exact roots is another.
+    problem, settings = Problem(ANY, torch.float64), {"refresh_interval": 4, "method": "shampoo"}
+    with pytest.raises(AssertionError, match="step 1, weight 0"):
+        compare(problem, {**settings, "solver": "auto"}, {**settings, "solver": "eigh"})
 
 
 @DTYPES

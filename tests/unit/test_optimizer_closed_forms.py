@@ -14,10 +14,13 @@ DOUBLE = torch.float64
 
 
 def run(weight: Tensor, gradients: Sequence[Tensor], lr: float = 1.0, **settings: object) -> Tensor:
-    """Weight after one Shampoo step for each gradient. Settings go to the optimizer or to its config."""
+    """Weight after one Shampoo step for each gradient. Settings go to the optimizer or to its config.
+
+    Roots are exact unless the settings say otherwise.
+    """
     own = {key: settings.pop(key) for key in ("betas", "eps", "weight_decay") if key in settings}
     parameter = torch.nn.Parameter(weight.clone())
-    config = ShampooConfig(**settings)  # type: ignore[arg-type]
+    config = ShampooConfig(**{"solver": "eigh", **settings})  # type: ignore[arg-type]
     optimizer = Shampoo([parameter], lr=lr, config=config, **own)  # type: ignore[arg-type]
     for gradient in gradients:
         parameter.grad = gradient.clone()

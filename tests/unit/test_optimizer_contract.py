@@ -29,6 +29,7 @@ CONFIGS = {
     **{method.value: small(method) for method in Method},
     "shampoo begins late": SMALL,
     "shampoo tracks its basis": small("shampoo", solver="qr", refresh_tolerance=0.05),
+    "shampoo by eigh": small("shampoo", solver="eigh"),
     "shampoo by newton": small("shampoo", solver="newton"),
     "two square roots by newton-db": small("shampoo", root=2, solver="newton-db"),
     "one-sided, averaged directions": small("one-sided", momentum_placement="after", nesterov=True),
@@ -181,7 +182,7 @@ def test_state_of_another_block_size_is_refused() -> None:
         other.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("saved", ["soap", "kl-soap", "kl-shampoo", "soap on the right", "shampoo tracks its basis"])
+@pytest.mark.parametrize("saved", ["soap", "kl-soap", "kl-shampoo", "soap on the right", "shampoo by eigh"])
 def test_state_of_another_method_is_refused(saved: str) -> None:
     model, optimizer = make(config=CONFIGS[saved])
     _, other = make(config=CONFIGS["shampoo"])

@@ -46,9 +46,9 @@ def track_basis(matrices: Tensor, basis: Tensor) -> Tracked:
     scale, is_zero, finite = sizes(matrices)
     eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     work = torch.where((is_zero | ~finite)[..., None, None], eye, matrices / scale)
-    mean = work.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    product = work @ basis + SHIFT * mean * basis
-    tracked, triangle = torch.linalg.qr(product)
+    diagonal = work.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(SHIFT * diagonal.mean(-1, keepdim=True))
+    tracked, triangle = torch.linalg.qr(work @ basis)
     sign = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(tracked)
     tracked = tracked * sign.unsqueeze(-2)
     return Tracked(tracked, finite & is_orthogonal(tracked))

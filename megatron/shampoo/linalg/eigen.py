@@ -71,7 +71,7 @@ def _eigh(matrices: Tensor, dtype: torch.dtype) -> Eigen:
 
 def sizes(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Largest entries `(..., 1, 1)` (one where zero or not finite); which are zero, which finite (both `(...,)`)."""
-    scale = matrices.abs().amax(dim=(-2, -1), keepdim=True)
+    scale = torch.linalg.vector_norm(matrices, ord=torch.inf, dim=(-2, -1), keepdim=True)
     finite = scale.isfinite()
     is_zero = scale <= ZERO_EIGENVALUE
     scale = torch.where(is_zero | ~finite, torch.ones_like(scale), scale)
@@ -87,6 +87,11 @@ def is_orthogonal(basis: Tensor) -> Tensor:
     probe = _probe(basis.shape[-1], basis.dtype, basis.device)
     skew = (basis.mT @ (basis @ probe) - probe).abs().amax(dim=(-2, -1))
     return skew < MAX_SKEW  # a comparison with NaN is false
+
+
+def is_finite(matrices: Tensor) -> Tensor:
+    """Which matrices `(..., d, d)` are finite in every entry, in one pass."""
+    return torch.linalg.vector_norm(matrices, ord=torch.inf, dim=(-2, -1)).isfinite()
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.shampoo.linalg.eigen import eigenbasis, sizes
+from megatron.shampoo.linalg.eigen import eigenbasis, is_finite, sizes
 
 
 class InverseRoot(NamedTuple):
@@ -42,7 +42,7 @@ def inverse_root(matrices: Tensor, root: int, epsilon: float, dtype: torch.dtype
     values, basis, usable = eigenbasis(matrices, dtype)
     _, is_zero, _ = sizes(matrices)
     roots, condition = assembled_root(values, basis, root, epsilon, is_zero)
-    usable = usable & roots.isfinite().flatten(-2).all(-1)
+    usable = usable & is_finite(roots)
     return InverseRoot(roots.to(matrices.dtype), condition.to(matrices.dtype), usable)
 
 
@@ -57,7 +57,9 @@ def assembled_root(values: Tensor, basis: Tensor, root: int, epsilon: float, is_
         is_zero: `(...,)`, where the root is the identity.
     """
     damped = damped_values(values, epsilon)
-    roots = (basis * damped.pow(-1.0 / root).unsqueeze(-2)) @ basis.mT
+    # In float64: torch's float32 powers round by their place in the batch, which differs between layouts.
+    powers = damped.double().pow(-1.0 / root).to(damped)
+    roots = (basis * powers.unsqueeze(-2)) @ basis.mT
     eye = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
     return torch.where(is_zero[..., None, None], eye, roots), condition_of(damped)
 

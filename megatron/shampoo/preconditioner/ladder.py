@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.shampoo.config import Solver
 from megatron.shampoo.linalg.basis import rayleigh, track_basis
-from megatron.shampoo.linalg.eigen import eigenbasis, sizes
+from megatron.shampoo.linalg.eigen import eigenbasis, is_finite, sizes
 from megatron.shampoo.linalg.inverse_root import assembled_root, condition_of, damped_values
 from megatron.shampoo.linalg.isolation import isolated
 from megatron.shampoo.linalg.newton import NewtonRoot, coupled_newton, newton_denman_beavers
@@ -74,7 +74,7 @@ def _from_eigen(factors: Tensor, values: Tensor, basis: Tensor, usable: Tensor, 
         return Solved(None, basis.to(dtype), condition_of(damped_values(values, task.epsilon)).to(dtype), usable)
     _, is_zero, _ = sizes(factors)
     root, condition = assembled_root(values, basis, task.root, task.epsilon, is_zero)
-    usable = usable & root.isfinite().flatten(-2).all(-1)
+    usable = usable & is_finite(root)
     return Solved(root.to(dtype), basis.to(dtype), condition.to(dtype), usable)
 
 

@@ -2,13 +2,13 @@
 
     make bench
     make bench BENCH="--parts optimizer --optimizers adam,soap,megatron-soap --widths 512"
-    make bench BENCH="--parts steps --rounds 3 --layouts one,dp2 --shampoo-flags='--shampoo-block-size 128'"
+    make bench BENCH="--parts steps --iters 110 --layouts one,dp2 --shampoo-flags='--shampoo-block-size 128'"
 
-`steps`: real pretrain_gpt.py runs of a small GPT (4 layers, width 128, global batch 32), in interleaved rounds; medians
-over the steps of all rounds but the first ten of each. `optimizer`: the step of the optimizer alone, on the matrices of
-a GPT of each width with random gradients, interleaved step by step, beside a floor measured in the same run. Runs on
-CPU, or on CUDA where there is one. The defaults take about 25 minutes on two idle cores. Tables go to standard output;
-every step to DIR/results.json, the figure to DIR/bench.png.
+`steps`: real pretrain_gpt.py runs of a small GPT (4 layers, width 128, global batch 32) that take their steps by turns;
+ratios are medians of those of steps that followed each other. `optimizer`: the step of the optimizer alone, on the
+matrices of a GPT of each width with random gradients, interleaved step by step, beside a floor measured in the same
+run. Runs on CPU, or on CUDA where there is one. The defaults take about MINUTES minutes on two idle cores. Tables go to
+standard output; every step to DIR/results.json, the figure to DIR/bench.png.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Defaults:
     """What is measured unless flags say otherwise."""
 
     layouts: tuple[str, ...] = tuple(LAYOUTS)
-    rounds: int = 2
-    step_iterations: int = 30
+    step_iterations: int = 60
     optimizer_iterations: int = WARM_UP + 2 * REFRESH_INTERVAL
     widths: tuple[int, ...] = (512, 1024)
     parameters: int = 4 * 12 * 512**2
@@ -50,7 +49,7 @@ class Defaults:
 
 
 QUICK = Defaults(
-    layouts=("one",), rounds=1, step_iterations=12, optimizer_iterations=WARM_UP + REFRESH_INTERVAL,
+    layouts=("one",), step_iterations=12, optimizer_iterations=WARM_UP + REFRESH_INTERVAL,
     widths=(32,), parameters=12 * 32**2,
 )  # fmt: skip
 
@@ -69,11 +68,10 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help=f"any of {', '.join(OPTIMIZERS)}; ratios are to sgd and adam, where these are among them",
     )
-    parser.add_argument("--rounds", type=_at_least(1), help="of steps: runs of each optimizer on each layout (2)")
     parser.add_argument(
         "--iters",
         type=_at_least(WARM_UP + 1),
-        help=f"steps of a run, the first {WARM_UP} of which are not measured (30; of "
+        help=f"steps of a run, the first {WARM_UP} of which are not measured (60 of steps, 30 of optimizer; of "
         f"optimizer the measured ones are whole refresh intervals: a multiple of {REFRESH_INTERVAL})",
     )
     parser.add_argument(
@@ -90,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "runs/bench", metavar="DIR", help="results (runs/bench)")
     parser.add_argument(
-        "--quick", action="store_true", help="other defaults, for a smoke run: one process, one round, a tiny width"
+        "--quick", action="store_true", help="other defaults, for a smoke run: one process, few steps, a tiny width"
     )
     parser.add_argument(
         "--shampoo-flags",
@@ -169,7 +167,6 @@ def main(argv: list[str] | None = None) -> int:
         optimizers=args.optimizers,
         widths=widths,
         layers=[args.layers or max(1, defaults.parameters // (12 * width * width)) for width in widths],
-        rounds=args.rounds or defaults.rounds,
         step_iterations=args.iters or defaults.step_iterations,
         optimizer_iterations=alone,
         out=args.out,

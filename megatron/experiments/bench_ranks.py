@@ -1,7 +1,8 @@
 """Runs `pretrain_gpt.py` on several ranks of this machine, many times.
 
 On CUDA by torchrun. On CPU the ranks are forked from this process, which has imported Megatron once, and get the
-variables that torchrun would set: a run starts in two seconds in the place of ten.
+variables that torchrun would set: a run starts in two seconds in the place of ten, and takes its steps by turns with
+others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from megatron import cpu
+from megatron.experiments.bench_turns import Gate, gates, take_turn, wait_for_turns
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may go on after one has failed: theirs may be the error that says more."""
@@ -39,6 +41,7 @@ class Ranks:
         """
         self._entry = entry
         self._timeout_seconds = timeout_seconds
+        self._open: list[Gate] = []
         self._module = _import_entry(entry) if cpu.install_if_needed() else None
 
     @property
@@ -63,7 +66,7 @@ class Ranks:
         return f"needs {world_size} GPUs, this machine has {devices}"
 
     def run(self, flags: Sequence[str], world_size: int, folder: Path) -> int:
-        """Run once.
+        """Run once, on CUDA, from beginning to end.
 
         Args:
             flags: of the entry script.
@@ -74,11 +77,6 @@ class Ranks:
             The first exit status that is not 0, or 0; minus the signal's number where a signal ended a rank.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        if self._module is None:
-            return self._torchrun(flags, world_size, folder)
-        return self._fork(self._module, flags, world_size, folder)
-
-    def _torchrun(self, flags: Sequence[str], world_size: int, folder: Path) -> int:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
         with open(folder / "torchrun.log", "w", encoding="utf-8") as log:
             process = subprocess.Popen([*launcher, str(self._entry), *flags], stdout=log, stderr=subprocess.STDOUT)
@@ -90,23 +88,79 @@ class Ranks:
                 process.terminate()  # torchrun ends its ranks
                 process.wait()
 
-    def _fork(self, module: ModuleType, flags: Sequence[str], world_size: int, folder: Path) -> int:
+    def start(self, flags: Sequence[str], world_size: int, folder: Path) -> Run:
+        """Start a run, on CPU, which then waits for its turns.
+
+        Args:
+            flags: of the entry script.
+            world_size: number of ranks.
+            folder: for the logs, `*.log`; made if missing.
+        """
+        assert self._module is not None
+        folder.mkdir(parents=True, exist_ok=True)
         port = _free_port()
         running: dict[int, int] = {}
+        turns: list[Gate] = []
+        for rank in range(world_size):
+            ours, theirs = gates()
+            self._open.append(ours)
+            turns.append(ours)
+            # The threads that Python warns of are OpenBLAS', which ends them at a fork and starts them anew.
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+                pid = os.fork()
+            if not pid:
+                # While another rank holds these ends, one that waits would not hear that this process has died.
+                for gate in self._open:
+                    gate.close()
+                _be_rank(self._module, flags, rank, world_size, port, folder / f"rank{rank}.log", theirs)
+            theirs.close()
+            running[pid] = rank
+        return Run(running, turns, self._timeout_seconds, self._open)
+
+
+class Run:
+    """Ranks that train and take their steps by turns with those of other runs."""
+
+    def __init__(self, running: dict[int, int], turns: list[Gate], timeout_seconds: float, every: list[Gate]) -> None:
+        """Take over what `Ranks.start` has started.
+
+        Args:
+            running: rank by process.
+            turns: the gates of these processes.
+            timeout_seconds: of a step, and of the end.
+            every: gates of all runs, from which these are taken at the end.
+        """
+        self._running, self._turns, self._timeout_seconds, self._every = running, turns, timeout_seconds, every
+
+    def step(self) -> float | None:
+        """Take one step.
+
+        Returns:
+            Seconds of the slowest rank; None where the run has ended.
+        """
+        return take_turn(self._turns, self._timeout_seconds)
+
+    def end(self, *, at_once: bool = False) -> int:
+        """Wait for the end of the ranks, then kill those that are left.
+
+        Args:
+            at_once: kill without waiting.
+
+        Returns:
+            The first exit status that is not 0, or 0; minus the signal's number where a signal ended a rank.
+        """
         try:
-            for rank in range(world_size):
-                # The threads that Python warns of are OpenBLAS', which ends them at a fork and starts them anew.
-                with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-                    pid = os.fork()
-                if not pid:
-                    _be_rank(module, flags, rank, world_size, port, folder / f"rank{rank}.log")
-                running[pid] = rank
-            return _wait(running, time.monotonic() + self._timeout_seconds)
+            return 0 if at_once else _wait(self._running, time.monotonic() + self._timeout_seconds)
         finally:
-            for pid in running:
+            for pid in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+            self._running.clear()
+            for gate in self._turns:
+                gate.close()
+                self._every.remove(gate)
+            self._turns.clear()
 
 
 def _import_entry(entry: Path) -> ModuleType:
@@ -128,7 +182,9 @@ def _free_port() -> int:
         return port
 
 
-def _be_rank(module: ModuleType, flags: Sequence[str], rank: int, world_size: int, port: int, log: Path) -> NoReturn:
+def _be_rank(
+    module: ModuleType, flags: Sequence[str], rank: int, world_size: int, port: int, log: Path, turns: Gate
+) -> NoReturn:
     """Run the entry's `main` in a forked process, and end the process."""
     status = 1
     try:
@@ -144,6 +200,7 @@ def _be_rank(module: ModuleType, flags: Sequence[str], rank: int, world_size: in
         from megatron.cpu.environment import available_cores
 
         torch.set_num_threads(max(1, available_cores() // world_size))
+        wait_for_turns(turns)
         sys.argv = [str(module.__file__), *flags]
         module.main()
         status = 0

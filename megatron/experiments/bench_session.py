@@ -36,8 +36,6 @@ class BenchOptions:
     widths: Sequence[int]
     layers: Sequence[int]
     """Of each width."""
-    rounds: int
-    """Of whole training runs."""
     step_iterations: int
     """Steps of a training run."""
     optimizer_iterations: int
@@ -119,7 +117,6 @@ def _steps(options: BenchOptions) -> list[dict[str, Any]]:
         "folder": str((options.out / "steps").resolve()),
         "layouts": list(options.layouts),
         "optimizers": list(options.optimizers),
-        "rounds": options.rounds,
         "iterations": options.step_iterations,
         "shampoo_flags": list(options.shampoo_flags),
         "flags": [*(options.data_flags or bench_steps.MOCK_DATA), *options.flags],

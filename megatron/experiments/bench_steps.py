@@ -1,9 +1,10 @@
-"""Whole training steps: seconds per step of real `pretrain_gpt.py` runs, in interleaved rounds.
+"""Whole training steps: seconds per step of real `pretrain_gpt.py` runs, interleaved.
 
     python -m megatron.experiments.bench_steps REQUEST.json RESULT.json
 
-Within a layout every round runs each optimizer once, every other round in the opposite order, so that a machine that
-slows down or speeds up does so for all alike. `tools/bench.py` writes the request.
+On CPU the runs of a layout train side by side and take their steps by turns, every other time in the opposite order,
+so that a machine that slows down or speeds up does so for all alike; a step is forward, backward and optimizer. On CUDA
+they run one after the other, and a step is what Megatron logs. `tools/bench.py` writes the request.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.demo.process import error_lines
 from megatron.demo.training_log import TrainingLog
@@ -112,6 +114,11 @@ def reason(logs: Sequence[Path], status: int) -> str:
     return text if len(text) <= 240 else text[:237] + "..."
 
 
+def _ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
+    """Median of the ratios of steps that were taken one after the other."""
+    return statistics.median(one / other for one, other in zip(seconds, base, strict=True))
+
+
 def rows_of(
     layout: str, measured: Mapping[str, Sequence[float]], reasons: Mapping[str, str], *, on_cpu: bool
 ) -> list[dict[str, Any]]:
@@ -126,7 +133,6 @@ def rows_of(
     Returns:
         A row for each optimizer, in the order of the arguments.
     """
-    medians = {name: summarize(seconds).median for name, seconds in measured.items()}
     rows: list[dict[str, Any]] = []
     for name, seconds in measured.items():
         summary = summarize(seconds)
@@ -135,7 +141,7 @@ def rows_of(
             "optimizer": name,
             "seconds": summary.as_dict(),
             "tokens_per_second": GLOBAL_BATCH * SEQUENCE_LENGTH / summary.median,
-            **{f"over_{base}": summary.median / medians[base] for base in BASELINES if base in medians},
+            **{f"over_{base}": _ratio(seconds, measured[base]) for base in BASELINES if base in measured},
             "note": note_of(name, layout, on_cpu=on_cpu),
             "all_seconds": list(seconds),
         })  # fmt: skip
@@ -146,7 +152,7 @@ def measure(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Run everything.
 
     Args:
-        request: entry, folder, layouts, optimizers, rounds, iterations, flags, flags for our methods.
+        request: entry, folder, layouts, optimizers, iterations, flags, flags for our methods.
 
     Returns:
         All rows.
@@ -156,45 +162,84 @@ def measure(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     ranks = Ranks(Path(request["entry"]), TIMEOUT_SECONDS)
     rows = []
     for layout in request["layouts"]:
-        measured: dict[str, list[float]] = {name: [] for name in request["optimizers"]}
-        reasons: dict[str, str] = {}
-        for number in range(request["rounds"]):
-            for name in _order(request["optimizers"], number):
-                if name in reasons:
-                    continue
-                print(f"steps, {layout}, round {number + 1} of {request['rounds']}: {name}", flush=True)
-                folder = Path(request["folder"]) / f"{layout}_{name}_{number + 1}"
-                found = _run_once(ranks, layout, name, request, folder)
-                if isinstance(found, str):
-                    print(f"  did not run: {found}", flush=True)
-                    reasons[name] = found
-                else:
-                    measured[name] += found
-        ran = {name: seconds for name, seconds in measured.items() if name not in reasons}
-        rows += rows_of(layout, ran, reasons, on_cpu=ranks.on_cpu)
+        print(f"steps, {layout}: {', '.join(request['optimizers'])}", flush=True)
+        refusal = ranks.refusal(LAYOUTS[layout].world_size)
+        if refusal:
+            rows += rows_of(layout, {}, dict.fromkeys(request["optimizers"], str(refusal)), on_cpu=ranks.on_cpu)
+            continue
+        runs = {
+            name: _Planned(
+                [*flags_of(name, layout, request["iterations"], request["flags"], request["shampoo_flags"],
+                           on_cpu=ranks.on_cpu)],
+                LAYOUTS[layout].world_size,
+                Path(request["folder"]) / f"{layout}_{name}",
+            )
+            for name in request["optimizers"]
+        }  # fmt: skip
+        take = _by_turns if ranks.on_cpu else _one_after_the_other
+        measured, reasons = take(ranks, runs, request["iterations"])
+        for name, why in reasons.items():
+            print(f"  {name} did not run: {why}", flush=True)
+        rows += rows_of(layout, measured, reasons, on_cpu=ranks.on_cpu)
     return rows
 
 
-def _order(optimizers: Sequence[str], number: int) -> list[str]:
-    return list(optimizers) if number % 2 == 0 else list(reversed(optimizers))
+class _Planned(NamedTuple):
+    """A run."""
+
+    flags: list[str]
+    world_size: int
+    folder: Path
 
 
-def _run_once(ranks: Any, layout: str, optimizer: str, request: Mapping[str, Any], folder: Path) -> list[float] | str:
-    """Seconds of the measured steps of one run, or why it did not end well."""
-    world_size = LAYOUTS[layout].world_size
-    refusal = ranks.refusal(world_size)
-    if refusal:
-        return str(refusal)
-    given = request["flags"], request["shampoo_flags"]
-    flags = flags_of(optimizer, layout, request["iterations"], *given, on_cpu=ranks.on_cpu)
-    status = ranks.run(flags, world_size, folder)
-    logs = sorted(folder.glob("*.log"))
-    if status:
-        return reason(logs, status)
-    seconds = read_seconds(logs)
-    if len(seconds) != request["iterations"]:
-        return f"logged {len(seconds)} of {request['iterations']} steps, see {folder}"
-    return seconds[WARM_UP:]
+_Found = tuple[dict[str, list[float]], dict[str, str]]
+"""Seconds of the measured steps of each optimizer that ran, and why the others did not."""
+
+
+def _by_turns(ranks: Any, runs: Mapping[str, _Planned], iterations: int) -> _Found:
+    """All side by side, one step of each after the other; every other time in the opposite order."""
+    measured: dict[str, list[float]] = {name: [] for name in runs}
+    reasons: dict[str, str] = {}
+    started: dict[str, Any] = {}
+    try:
+        for name, run in runs.items():
+            started[name] = ranks.start(*run)
+        for number in range(iterations):
+            for name in list(runs) if number % 2 == 0 else list(runs)[::-1]:
+                seconds = started[name].step() if name not in reasons else None
+                if seconds is not None:
+                    measured[name].append(seconds)
+                elif name not in reasons:
+                    reasons[name] = reason(_logs(runs[name]), started[name].end())
+            if (number + 1) % 10 == 0:
+                print(f"  {number + 1} of {iterations} steps", flush=True)
+        for name in [name for name in runs if name not in reasons]:
+            status = started[name].end()
+            if status:
+                reasons[name] = reason(_logs(runs[name]), status)
+    finally:
+        for run in started.values():
+            run.end(at_once=True)
+    return {name: seconds[WARM_UP:] for name, seconds in measured.items() if name not in reasons}, reasons
+
+
+def _one_after_the_other(ranks: Any, runs: Mapping[str, _Planned], iterations: int) -> _Found:
+    measured: dict[str, list[float]] = {}
+    reasons: dict[str, str] = {}
+    for name, run in runs.items():
+        status = ranks.run(*run)
+        seconds = read_seconds(_logs(run))
+        if status:
+            reasons[name] = reason(_logs(run), status)
+        elif len(seconds) != iterations:
+            reasons[name] = f"logged {len(seconds)} of {iterations} steps, see {run.folder}"
+        else:
+            measured[name] = seconds[WARM_UP:]
+    return measured, reasons
+
+
+def _logs(run: _Planned) -> list[Path]:
+    return sorted(run.folder.glob("*.log"))
 
 
 def main() -> None:

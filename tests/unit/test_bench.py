@@ -8,6 +8,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -189,43 +190,74 @@ def test_a_reason_is_the_line_with_the_error(tmp_path: Path) -> None:
 
 
 class FakeRanks:
-    """Logs steps of a second each, but for the eleventh; refuses Muon."""
+    """Steps of a second each, but for the eleventh; refuses Muon at the second step."""
 
-    on_cpu = True
-
-    def __init__(self, *arguments: object) -> None:
-        self.runs: list[str] = []
+    def __init__(self, on_cpu: bool) -> None:
+        self.on_cpu = on_cpu
+        self.taken: list[str] = []
+        self.ended: list[str] = []
 
     def refusal(self, world_size: int) -> str | None:
         return None
 
+    @staticmethod
+    def seconds(name: str) -> list[float]:
+        return [1.0] * 10 + [2.0 if name == "sgd" else 3.0] + [1.0] * 2
+
+    def start(self, flags: list[str], world_size: int, folder: Path) -> FakeRun:
+        return FakeRun(self, flags[flags.index("--optimizer") + 1], folder)
+
     def run(self, flags: list[str], world_size: int, folder: Path) -> int:
-        name = flags[flags.index("--optimizer") + 1]
-        self.runs.append(name)
+        run = self.start(flags, world_size, folder)
+        steps = [run.step() for _ in range(13)]
+        if None not in steps:
+            (folder / "rank0.log").write_text(log_of([step for step in steps if step is not None]))
+        return run.end()
+
+
+class FakeRun:
+    def __init__(self, ranks: FakeRanks, name: str, folder: Path) -> None:
+        self.ranks, self.name, self.folder, self.number = ranks, name, folder, 0
         folder.mkdir(parents=True)
-        if name == "muon":
-            (folder / "rank0.log").write_text("AssertionError: not [this] layout\n")
-            return 1
-        (folder / "rank0.log").write_text(log_of([1.0] * 10 + [2.0 if name == "sgd" else 3.0] + [1.0] * 2))
-        return 0
+
+    def step(self) -> float | None:
+        if self.name == "muon" and self.number == 1:
+            (self.folder / "rank0.log").write_text("AssertionError: not [this] layout\n")
+            return None
+        self.ranks.taken.append(self.name)
+        self.number += 1
+        return self.ranks.seconds(self.name)[self.number - 1]
+
+    def end(self, *, at_once: bool = False) -> int:
+        self.ranks.ended.append(self.name)
+        return int(self.name == "muon")
 
 
-def test_rounds_are_interleaved_and_the_first_ten_steps_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_steps_are_taken_by_turns_and_the_first_ten_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool
 ) -> None:
-    ranks = FakeRanks()
+    ranks = FakeRanks(on_cpu)
     monkeypatch.setattr("megatron.experiments.bench_ranks.Ranks", lambda *arguments: ranks)
     rows = bench_steps.measure({
-        "entry": "pretrain_gpt.py", "folder": str(tmp_path), "layouts": ["one"], "rounds": 2, "iterations": 13,
+        "entry": "pretrain_gpt.py", "folder": str(tmp_path), "layouts": ["one"], "iterations": 13,
         "optimizers": ["sgd", "megatron-muon", "soap"], "flags": [],
         "shampoo_flags": ["--shampoo-block-size", "64"],
     })  # fmt: skip
-    assert ranks.runs == ["sgd", "muon", "shampoo", "shampoo", "sgd"]
+    by_turns = ["sgd", "muon", "shampoo", "shampoo", "sgd", "sgd", "shampoo"]
+    assert ranks.taken[:7] == (by_turns if on_cpu else ["sgd"] * 7)
+    assert set(ranks.ended) == {"sgd", "muon", "shampoo"}
     assert [row["optimizer"] for row in rows] == ["sgd", "soap", "megatron-muon"]
-    assert rows[0]["all_seconds"] == [2.0, 1.0, 1.0] * 2 and rows[1]["all_seconds"] == [3.0, 1.0, 1.0] * 2
+    assert rows[0]["all_seconds"] == [2.0, 1.0, 1.0] and rows[1]["all_seconds"] == [3.0, 1.0, 1.0]
     assert rows[1]["seconds"]["median"] == rows[1]["over_sgd"] == 1.0 and "over_adam" not in rows[1]
     assert rows[1]["tokens_per_second"] == 32 * 128
     assert rows[2]["reason"] == "AssertionError: not [this] layout"
+
+
+def test_ratios_are_those_of_steps_that_followed_each_other() -> None:
+    measured = {"adam": [1.0, 10.0, 2.0], "soap": [2.0, 30.0, 8.0]}
+    rows = bench_steps.rows_of("one", measured, {}, on_cpu=True)
+    assert rows[1]["over_adam"] == 3.0 != rows[1]["seconds"]["median"] / rows[0]["seconds"]["median"]
 
 
 def test_every_optimizer_gets_its_own_flags() -> None:
@@ -257,13 +289,46 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
         "import sys\nfrom pathlib import Path\nfrom megatron.experiments import bench_ranks\n"
         "bench_ranks.GRACE_SECONDS = 0.2\n"
         "folder = Path(sys.argv[1])\n"
-        "print('status', bench_ranks.Ranks(folder / 'entry.py', 60).run(['--flag'], 2, folder / 'run'))\n"
+        "run = bench_ranks.Ranks(folder / 'entry.py', 60).start(['--flag'], 2, folder / 'run')\n"
+        "assert run.step() is None\n"
+        "print('status', run.end())\n"
     )
     command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert done.stdout.splitlines()[-1:] == ["status 1"], done.stderr
     assert (tmp_path / "run/rank1.log").read_text() == "rank 1 of 2\nno such flag\n"
     assert (tmp_path / "run/rank0.log").read_text() == "rank 0 of 2\n"
+
+
+def test_runs_take_steps_by_turns_and_die_with_the_benchmark(tmp_path: Path) -> None:
+    (tmp_path / "entry.py").write_text(
+        "import os, sys, time\n"
+        "from megatron.training import training\n"
+        "def step(): time.sleep(0.05 * (1 + int(os.environ['RANK']))); print('step', flush=True)\n"
+        "training.train_step = step\n"
+        "def main():\n"
+        "    for _ in range(int(sys.argv[1])): training.train_step()\n"
+    )
+    script = (
+        "import os, sys\nfrom pathlib import Path\nfrom megatron.experiments import bench_ranks\n"
+        "folder = Path(sys.argv[1])\n"
+        "ranks = bench_ranks.Ranks(folder / 'entry.py', 60)\n"
+        "one, two = (ranks.start([number], 2, folder / number) for number in '12')\n"
+        "assert 0.1 <= one.step() < 60\n"
+        "assert (folder / '2/rank1.log').read_text() == ''\n"
+        "assert 0.1 <= two.step() < 60 and one.end() == 0\n"
+        "print(*two._running, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    waiting = [int(pid) for pid in done.stdout.split()]
+    assert len(waiting) == 2, done.stderr
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in waiting):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "the benchmark has ended" in (tmp_path / "2/rank0.log").read_text()
 
 
 # -- tables
@@ -314,7 +379,6 @@ def tool() -> ModuleType:
         ("--optimizers adam,lion", "argument --optimizers: 'lion': allowed are sgd, adam"),
         ("--layouts one,tp8", "argument --layouts: 'tp8': allowed are one, dp2, tp2, pp2"),
         ("--widths 512,600", "argument --widths: '600': allowed are"),
-        ("--rounds 0", "argument --rounds: '0': allowed is an integer of at least 1"),
         ("--iters 10", "argument --iters: '10': allowed is an integer of at least 11"),
         ("--iters 25", "argument --iters: 25 leaves 15 steps"),
         ("--data nowhere", "prepare_corpus.py"),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.shampoo.block_state import FactorState, StackState
 from megatron.shampoo.config import Grafting, ShampooConfig
+from megatron.shampoo.linalg.norms import largest_entry
 from megatron.shampoo.methods import Application, Estimator, Recipe
 from megatron.shampoo.preconditioner.apply import (
     apply_sides,
@@ -219,7 +220,7 @@ def _both(state: StackState) -> tuple[FactorState | None, FactorState | None]:
 def _average(state: StackState, config: ShampooConfig, rotated: Tensor) -> None:
     assert state.num_averaged is not None
     left, right = _eigenvalues(state)
-    is_nonzero = torch.linalg.vector_norm(rotated, ord=torch.inf, dim=(-2, -1)) > 0
+    is_nonzero = largest_entry(rotated) > 0
     count = state.num_averaged + 1
     averaged = average_eigenvalues(left, right, rotated, config.factor_beta, count)
     for values, new in zip((left, right), averaged, strict=True):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.shampoo.linalg.isolation import isolated
+from megatron.shampoo.linalg.norms import largest_entry
 
 ZERO_EIGENVALUE = 1e-36
 """Below this largest entry a matrix counts as zero: its basis is the identity. Smallest normal float32: 1.2e-38."""
@@ -71,7 +72,7 @@ def _eigh(matrices: Tensor, dtype: torch.dtype) -> Eigen:
 
 def sizes(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Largest entries `(..., 1, 1)` (one where zero or not finite); which are zero, which finite (both `(...,)`)."""
-    scale = torch.linalg.vector_norm(matrices, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    scale = largest_entry(matrices)[..., None, None]
     finite = scale.isfinite()
     is_zero = scale <= ZERO_EIGENVALUE
     scale = torch.where(is_zero | ~finite, torch.ones_like(scale), scale)
@@ -90,8 +91,8 @@ def is_orthogonal(basis: Tensor) -> Tensor:
 
 
 def is_finite(matrices: Tensor) -> Tensor:
-    """Which matrices `(..., d, d)` are finite in every entry, in one pass."""
-    return torch.linalg.vector_norm(matrices, ord=torch.inf, dim=(-2, -1)).isfinite()
+    """Which matrices `(..., d, d)` are finite in every entry."""
+    return largest_entry(matrices).isfinite()
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.shampoo.linalg.norms import largest_entry
 from megatron.shampoo.linalg.precision import full_float32
 from megatron.shampoo.linalg.symmetric import lower_gram_
 
@@ -44,7 +45,7 @@ def normalise_(gradient: Tensor, scale: Tensor) -> Normalised:
         gradient: `(blocks, m, n)`, overwritten.
         scale: `(blocks,)`, zero where not set; not modified.
     """
-    peak = torch.linalg.vector_norm(gradient, ord=torch.inf, dim=(-2, -1))
+    peak = largest_entry(gradient)
     finite = peak.isfinite()
     is_nonzero = finite & (peak > 0)
     exponent = torch.frexp(peak)[1].clamp(-MAX_EXPONENT, MAX_EXPONENT)

@@ -20,8 +20,8 @@ LAYERS = {
     "megatron.shampoo.preconditioner": ("preconditioner", 2),
     "megatron.shampoo": ("optimizer", 3),
     "megatron.shampoo.mcore": ("mcore", 4),
-    "megatron.experiments": ("experiments", 4),
-    "tools": ("tools", 5),
+    "megatron.experiments": ("experiments", 5),
+    "tools": ("tools", 6),
     "pretrain_gpt": ("pretrain_gpt", 5),
 }
 MAY_IMPORT_MEGATRON = ("megatron.shampoo.mcore", "megatron.gpt", "megatron.cpu", "megatron.data_tools", "pretrain_gpt")

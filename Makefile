@@ -33,7 +33,7 @@ $(STAMP): constraints.txt pyproject.toml setup.py .python-version
 demo: $(STAMP)  ## train a small GPT with Shampoo on 4 CPU processes, about 4 minutes (DEMO="--help" for options)
 	@$(RUN) tools/demo.py $(DEMO)
 
-bench: $(STAMP)  ## time the optimizers against each other, about 25 minutes (BENCH="--help" for options)
+bench: $(STAMP)  ## time the optimizers against each other, about an hour (BENCH="--help" for options)
 	@$(RUN) tools/bench.py $(BENCH)
 
 compare: $(STAMP)  ## train a small GPT with every optimizer, rates tuned, more than an hour (COMPARE="--help" for options)

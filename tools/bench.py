@@ -7,7 +7,7 @@
 `steps`: real pretrain_gpt.py runs of a small GPT (4 layers, width 128, global batch 32) that take their steps by turns;
 ratios are medians of those of steps that followed each other. `optimizer`: the step of the optimizer alone, on the
 matrices of a GPT of each width with random gradients, interleaved step by step, beside a floor measured in the same
-run. Runs on CPU, or on CUDA where there is one. The defaults take about MINUTES minutes on two idle cores. Tables go to
+run. Runs on CPU, or on CUDA where there is one. The defaults take about an hour on two idle cores. Tables go to
 standard output; every step to DIR/results.json, the figure to DIR/bench.png.
 """
 

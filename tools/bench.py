@@ -34,6 +34,7 @@ from megatron.experiments.bench_names import (  # noqa: E402
     WARM_UP,
     is_cut_evenly,
 )
+from megatron.experiments.command_line import add_shampoo_flags  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="other defaults, for a smoke run: one process, few steps, a tiny width"
     )
-    parser.add_argument(
-        "--shampoo-flags",
-        type=shlex.split,
-        default=[],
-        metavar='="FLAGS"',
-        help="of steps: more flags for our methods, as one word after an equals sign",
-    )
+    add_shampoo_flags(parser, "of steps: ")
     parser.add_argument("flags", nargs="*", help="of steps: more flags of pretrain_gpt.py, after --; they win")
     return parser
 

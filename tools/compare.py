@@ -10,7 +10,6 @@ comparison goes on where it was. Flags after -- go to every run of pretrain_gpt.
 
 import argparse
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.experiments.command_line import add_shampoo_flags
 from megatron.experiments.compare_contenders import CONTENDERS, Settings, parse_grid, parse_optimizers, parse_seeds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,13 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="runs at a time (default: 2, or 1 where there is one core)",
     )
     parser.add_argument("--threads", type=_positive, default=1, metavar="N", help="of every run (default: 1)")
-    parser.add_argument(
-        "--shampoo-flags",
-        type=shlex.split,
-        default=[],
-        metavar='="FLAGS"',
-        help="more flags for our methods, as one word after an equals sign",
-    )
+    add_shampoo_flags(parser)
     parser.add_argument(
         "--data",
         default="data/compare",

@@ -41,7 +41,7 @@ class Ranks:
         """
         self._entry = entry
         self._timeout_seconds = timeout_seconds
-        self._open: list[Gate] = []
+        self._runs: list[Run] = []
         self._module = _import_entry(entry) if cpu.install_if_needed() else None
 
     @property
@@ -99,38 +99,34 @@ class Ranks:
         assert self._module is not None
         folder.mkdir(parents=True, exist_ok=True)
         port = _free_port()
-        running: dict[int, int] = {}
-        turns: list[Gate] = []
+        run = Run(self._timeout_seconds)
+        self._runs.append(run)
         for rank in range(world_size):
             ours, theirs = gates()
-            self._open.append(ours)
-            turns.append(ours)
+            run.turns.append(ours)
             # The threads that Python warns of are OpenBLAS', which ends them at a fork and starts them anew.
             with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
                 pid = os.fork()
             if not pid:
                 # While another rank holds these ends, one that waits would not hear that this process has died.
-                for gate in self._open:
-                    gate.close()
+                for each in self._runs:
+                    each.close_turns()
                 _be_rank(self._module, flags, rank, world_size, port, folder / f"rank{rank}.log", theirs)
             theirs.close()
-            running[pid] = rank
-        return Run(running, turns, self._timeout_seconds, self._open)
+            run.running[pid] = rank
+        return run
 
 
 class Run:
     """Ranks that train and take their steps by turns with those of other runs."""
 
-    def __init__(self, running: dict[int, int], turns: list[Gate], timeout_seconds: float, every: list[Gate]) -> None:
-        """Take over what `Ranks.start` has started.
-
-        Args:
-            running: rank by process.
-            turns: the gates of these processes.
-            timeout_seconds: of a step, and of the end.
-            every: gates of all runs, from which these are taken at the end.
-        """
-        self._running, self._turns, self._timeout_seconds, self._every = running, turns, timeout_seconds, every
+    def __init__(self, timeout_seconds: float) -> None:
+        """Args: the timeout of a step, and of the end. `Ranks.start` fills in the rest."""
+        self._timeout_seconds = timeout_seconds
+        self.running: dict[int, int] = {}
+        """Rank by process, of those that are not known to have ended."""
+        self.turns: list[Gate] = []
+        """This process's ends of the gates; none after the end."""
 
     def step(self) -> float | None:
         """Take one step.
@@ -138,7 +134,7 @@ class Run:
         Returns:
             Seconds of the slowest rank; None where the run has ended.
         """
-        return take_turn(self._turns, self._timeout_seconds)
+        return take_turn(self.turns, self._timeout_seconds)
 
     def end(self, *, at_once: bool = False) -> int:
         """Wait for the end of the ranks, then kill those that are left.
@@ -150,17 +146,20 @@ class Run:
             The first exit status that is not 0, or 0; minus the signal's number where a signal ended a rank.
         """
         try:
-            return 0 if at_once else _wait(self._running, time.monotonic() + self._timeout_seconds)
+            return 0 if at_once else _wait(self.running, time.monotonic() + self._timeout_seconds)
         finally:
-            for pid in self._running:
+            for pid in self.running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-            self._running.clear()
-            for gate in self._turns:
-                gate.close()
-                self._every.remove(gate)
-            self._turns.clear()
+            self.running.clear()
+            self.close_turns()
+
+    def close_turns(self) -> None:
+        """Close the gates."""
+        for gate in self.turns:
+            gate.close()
+        self.turns.clear()
 
 
 def _import_entry(entry: Path) -> ModuleType:

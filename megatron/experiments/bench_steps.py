@@ -39,7 +39,7 @@ _PREFIX = re.compile(r"^(\[rank\d+\]: )?([\w./-]+: )?error: |^\[rank\d+\]: ")
 
 
 def flags_of(
-    optimizer: str, layout: str, iterations: int, more: Sequence[str], for_ours: Sequence[str] = (), *, on_cpu: bool
+    optimizer: str, layout: str, iterations: int, more: Sequence[str], for_ours: Sequence[str], *, on_cpu: bool
 ) -> list[str]:
     """Command line of one run.
 
@@ -167,15 +167,15 @@ def measure(request: Mapping[str, Any]) -> list[dict[str, Any]]:
         if refusal:
             rows += rows_of(layout, {}, dict.fromkeys(request["optimizers"], str(refusal)), on_cpu=ranks.on_cpu)
             continue
+        given = request["iterations"], request["flags"], request["shampoo_flags"]
         runs = {
             name: _Planned(
-                [*flags_of(name, layout, request["iterations"], request["flags"], request["shampoo_flags"],
-                           on_cpu=ranks.on_cpu)],
+                flags_of(name, layout, *given, on_cpu=ranks.on_cpu),
                 LAYOUTS[layout].world_size,
                 Path(request["folder"]) / f"{layout}_{name}",
             )
             for name in request["optimizers"]
-        }  # fmt: skip
+        }
         take = _by_turns if ranks.on_cpu else _one_after_the_other
         measured, reasons = take(ranks, runs, request["iterations"])
         for name, why in reasons.items():

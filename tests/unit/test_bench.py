@@ -277,6 +277,17 @@ def test_every_optimizer_gets_its_own_flags() -> None:
     assert bench_steps.note_of("sgd", "dp2", on_cpu=True) and not bench_steps.note_of("sgd", "tp2", on_cpu=True)
 
 
+def run_with_ranks(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own, with the `ranks` of the entry in this folder."""
+    script = (
+        "import os, sys\nfrom pathlib import Path\nfrom megatron.experiments import bench_ranks\n"
+        "folder = Path(sys.argv[1])\n"
+        "ranks = bench_ranks.Ranks(folder / 'entry.py', 60)\n" + script
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, str(folder)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+
+
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "entry.py").write_text(
         "import os, time\n"
@@ -286,15 +297,12 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
         "    time.sleep(100)\n"
     )
     script = (
-        "import sys\nfrom pathlib import Path\nfrom megatron.experiments import bench_ranks\n"
         "bench_ranks.GRACE_SECONDS = 0.2\n"
-        "folder = Path(sys.argv[1])\n"
-        "run = bench_ranks.Ranks(folder / 'entry.py', 60).start(['--flag'], 2, folder / 'run')\n"
+        "run = ranks.start(['--flag'], 2, folder / 'run')\n"
         "assert run.step() is None\n"
         "print('status', run.end())\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    done = run_with_ranks(tmp_path, script)
     assert done.stdout.splitlines()[-1:] == ["status 1"], done.stderr
     assert (tmp_path / "run/rank1.log").read_text() == "rank 1 of 2\nno such flag\n"
     assert (tmp_path / "run/rank0.log").read_text() == "rank 0 of 2\n"
@@ -310,18 +318,14 @@ def test_runs_take_steps_by_turns_and_die_with_the_benchmark(tmp_path: Path) -> 
         "    for _ in range(int(sys.argv[1])): training.train_step()\n"
     )
     script = (
-        "import os, sys\nfrom pathlib import Path\nfrom megatron.experiments import bench_ranks\n"
-        "folder = Path(sys.argv[1])\n"
-        "ranks = bench_ranks.Ranks(folder / 'entry.py', 60)\n"
         "one, two = (ranks.start([number], 2, folder / number) for number in '12')\n"
         "assert 0.1 <= one.step() < 60\n"
         "assert (folder / '2/rank1.log').read_text() == ''\n"
         "assert 0.1 <= two.step() < 60 and one.end() == 0\n"
-        "print(*two._running, flush=True)\n"
+        "print(*two.running, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    done = run_with_ranks(tmp_path, script)
     waiting = [int(pid) for pid in done.stdout.split()]
     assert len(waiting) == 2, done.stderr
     deadline = time.monotonic() + 60

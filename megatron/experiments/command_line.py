@@ -1,0 +1,22 @@
+"""Options that several commands have. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+
+def add_shampoo_flags(parser: argparse.ArgumentParser, part: str = "") -> None:
+    """Add `--shampoo-flags`, a list of flags.
+
+    Args:
+        parser: of the command.
+        part: what of the command it concerns, at the beginning of the help.
+    """
+    parser.add_argument(
+        "--shampoo-flags",
+        type=shlex.split,
+        default=[],
+        metavar='="FLAGS"',
+        help=f"{part}more flags for our methods, as one word after an equals sign",
+    )

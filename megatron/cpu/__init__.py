@@ -39,6 +39,7 @@ def install_if_needed() -> bool:
     if not is_needed():
         return False
     environment.set_environment()
+    environment.keep_freed_memory()
     environment.share_cores()
     environment.set_rendezvous()
     from megatron.cpu import platform

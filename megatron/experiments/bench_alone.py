@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.cpu.environment import set_environment
+from megatron.cpu.environment import keep_freed_memory, set_environment
 from megatron.experiments.bench_floor import ProductRate, Stopwatch, floor_of, time_roots
 from megatron.experiments.bench_names import METHODS, MUON_NOTE, REFRESH_INTERVAL, WARM_UP, blocks, matrices
 from megatron.experiments.bench_optimizers import STRIDES, build, state_bytes
@@ -236,7 +236,9 @@ def _send_peak(name: str, width: int, layers: int, answer: Connection) -> None:
 def _device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
-    set_environment()  # Megatron's optimizers are not compiled here, as in training on CPU
+    # As in training on CPU: Megatron's optimizers are not compiled, and memory is not handed back after every tensor.
+    set_environment()
+    keep_freed_memory()
     return torch.device("cpu")
 
 

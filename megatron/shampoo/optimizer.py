@@ -32,6 +32,8 @@ from megatron.shampoo.placement import Placement, check_same_plan, place_alone
 from megatron.shampoo.plan.plan import make_plan
 from megatron.shampoo.plan.schedule import make_schedule
 from megatron.shampoo.preconditioner.moments import (
+    adam_steps_,
+    can_fuse,
     grafting_steps,
     looked_ahead,
     momentum_weight,
@@ -233,7 +235,7 @@ class Shampoo(torch.optim.Optimizer):
             ready = [parameter for parameter in ready if self.is_preconditioned(parameter)]
             if not ready:
                 continue
-            own = penalised(group, [parameter.grad.to(self._dtype) for parameter in ready], ready, mode)
+            own = penalised(group, [parameter.grad.to(self._dtype).contiguous() for parameter in ready], ready, mode)
             x, graft = self._momentum_of(group, ready, own)
             for parameter, *found in zip(ready, own, x, graft, strict=True):
                 index = self._index[id(parameter)]
@@ -251,9 +253,12 @@ class Shampoo(torch.optim.Optimizer):
         """
         config, (beta1, beta2) = self.config, group["betas"]
         states = [self.state[parameter] for parameter in parameters]
-        for state in states:
-            state["step"] += 1
-        first, second = ([state[key] for state in states] for key in ADAM_STATE[1:])
+        counts, first, second = ([state[key] for state in states] for key in ADAM_STATE)
+        is_adam = self.recipe.grafting is Grafting.ADAM and config.averages_gradients and config.bias_correction
+        if is_adam and not config.nesterov and can_fuse(own, first, second):
+            return first, adam_steps_(own, first, second, counts, group["betas"], group["eps"])
+        for count in counts:
+            count += 1
         if not grafts_by_momentum(self.recipe.grafting):
             update_second_(own, second, beta2, self.recipe.grafting)
         x = own
@@ -262,7 +267,7 @@ class Shampoo(torch.optim.Optimizer):
             x = looked_ahead(own, first, beta1) if config.nesterov else first
         if grafts_by_momentum(self.recipe.grafting):
             return x, x
-        steps = [int(state["step"]) for state in states]
+        steps = [int(count) for count in counts]
         corrects_first = config.bias_correction and self.config.averages_gradients
         corrects_second = config.bias_correction and self.recipe.grafting is Grafting.ADAM
         weights = (

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import pytest
 import torch
 
 from megatron.cpu import environment
+from megatron.cpu.platform import resident_bytes
 from tests.child_process import run_in_child
 
 OURS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
     "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "GLIBC_TUNABLES", "MALLOC_ARENA_MAX",
 )  # fmt: skip
 
 
@@ -66,3 +69,23 @@ def test_a_launchers_rendezvous_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     environment.set_rendezvous()
     assert "MASTER_PORT" not in os.environ
     assert os.environ["RANK"] == "1"
+
+
+@pytest.mark.parametrize(("variables", "keeps"), [({}, True), ({"MALLOC_ARENA_MAX": "2"}, False)])
+def test_freed_memory_is_kept_unless_the_user_has_tuned_malloc(variables: dict[str, str], keeps: bool) -> None:
+    """The second case is the control: with glibc's own settings a large tensor's memory goes back at once."""
+
+    def check() -> None:
+        os.environ.update(variables)
+        assert environment.keep_freed_memory() is keeps
+        before = resident_bytes()
+        tensor = torch.ones(64 << 20, dtype=torch.uint8)
+        held = resident_bytes() - before
+        del tensor
+        kept = resident_bytes() - before
+        assert held > 60 << 20
+        assert kept > 60 << 20 if keeps else kept < 32 << 20
+
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        pytest.skip("this C library has no mallopt")
+    run_in_child(check)

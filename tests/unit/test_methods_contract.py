@@ -219,7 +219,7 @@ def test_equal_blocks_are_computed_in_one_batch(monkeypatch: pytest.MonkeyPatch)
     weights = [nn.Parameter(torch.randn(8, 8)) for _ in range(5)]
     optimizer = Shampoo(weights, config=ShampooConfig(block_size=4, refresh_interval=10))
     step(weights, optimizer, 0)
-    assert shapes == [(20, 4, 4)] * 2
+    assert shapes == [(20, 4, 4)] * 4  # one for each factor, and one for each root
 
 
 @pytest.mark.parametrize("method", METHODS)

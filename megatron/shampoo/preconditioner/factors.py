@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.shampoo.linalg.norms import largest_entry
 from megatron.shampoo.linalg.precision import full_float32
-from megatron.shampoo.linalg.symmetric import lower_gram_
+from megatron.shampoo.linalg.symmetric import average_gram_
 
 MAX_EXPONENT = 100
 """Of a scale, in either direction: its inverse, and what is multiplied by it, stay normal float32 numbers."""
@@ -73,9 +73,9 @@ def update_factors_(left: Tensor | None, right: Tensor | None, gradient: Tensor,
     """
     with full_float32():
         if left is not None:
-            lower_gram_(left, gradient, beta, 1.0 - beta)
+            average_gram_(left, gradient, 1.0 - beta)
         if right is not None:
-            lower_gram_(right, gradient.mT, beta, 1.0 - beta)
+            average_gram_(right, gradient.mT, 1.0 - beta)
 
 
 def update_whitened_factors_(
@@ -107,11 +107,11 @@ def update_whitened_factors_(
     with full_float32():
         by_right = torch.bmm(gradient, bases[1])
         rotated = torch.bmm(bases[0].mT, by_right)
-        by_right.mul_(eigenvalues[1].rsqrt().unsqueeze(-2))
-        lower_gram_(left, by_right, beta, (1.0 - beta) / columns)
+        by_right.mul_((columns * eigenvalues[1]).rsqrt().unsqueeze(-2))
+        average_gram_(left, by_right, 1.0 - beta)
         by_left = torch.bmm(bases[0].mT, gradient)
-        by_left.mul_(eigenvalues[0].rsqrt().unsqueeze(-1))
-        lower_gram_(right, by_left.mT, beta, (1.0 - beta) / rows)
+        by_left.mul_((rows * eigenvalues[0]).rsqrt().unsqueeze(-1))
+        average_gram_(right, by_left.mT, 1.0 - beta)
     return rotated
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from megatron.shampoo.config import Grafting
 
@@ -82,3 +83,61 @@ def grafting_steps(
     torch._foreach_add_(denominators, eps)
     torch._foreach_mul_(denominators, weights[0])
     return list(torch._foreach_div(x, denominators))
+
+
+def adam_steps_(
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    counts: list[Tensor],
+    betas: tuple[float, float],
+    eps: float,
+) -> list[Tensor]:
+    """Update both moments in place and give Adam's steps, before the learning rate, in one pass over memory.
+
+    The same as `update_first_`, `update_second_` and `grafting_steps` with both corrections.
+
+    Args:
+        gradients: one tensor for each shard.
+        first: m, updated.
+        second: v, updated.
+        counts: numbers of steps, `()` float32, raised by one.
+        betas: decay of both.
+        eps: added to the denominator.
+
+    Returns:
+        One new tensor for each shard.
+
+    Source: Kingma and Ba 2014 (arXiv:1412.6980), algorithm 1.
+    """
+    steps = [torch.zeros_like(gradient) for gradient in gradients]
+    # Adam's step from zero, with a learning rate that does not turn its sign.
+    adam(
+        steps,
+        gradients,
+        first,
+        second,
+        [],
+        counts,
+        fused=True,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=-1.0,
+        weight_decay=0.0,
+        eps=eps,
+        maximize=False,
+    )
+    return steps
+
+
+def can_fuse(*lists: list[Tensor]) -> bool:
+    """Whether `adam_steps_` may be used: on CPU, where each operation of a list is a pass over memory for itself.
+
+    Args:
+        lists: all that it reads and writes. Its kernel wants one type, and walks memory in order whatever the strides.
+    """
+    dtypes = {tensor.dtype for tensors in lists for tensor in tensors}
+    return len(dtypes) == 1 and all(
+        tensor.device.type == "cpu" and tensor.is_contiguous() for tensors in lists for tensor in tensors
+    )

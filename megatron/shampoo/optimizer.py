@@ -205,8 +205,9 @@ class Shampoo(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A step that is called under autocast must not compute in half precision.
-        with torch.autocast(self.placement.device.type, enabled=False):
+        # A step that is called under autocast must not compute in half precision. And every tensor is where it belongs:
+        # a mode that moves them (a default device, a CPU that stands in for CUDA) would be asked at a thousand calls.
+        with torch.autocast(self.placement.device.type, enabled=False), torch._C.DisableTorchFunction():
             self.clock.start()
             gradients, inputs, grafts = self._moments()
             self.clock.mark("moments")

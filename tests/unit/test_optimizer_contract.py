@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megatron.shampoo import Shampoo, ShampooConfig
 from megatron.shampoo.config import Method, Solver
@@ -523,6 +525,28 @@ def test_model_without_matrices_is_adamw() -> None:
         optimizer.step()
         adamw.step()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_function_modes_see_nothing_of_a_step_but_its_loss(config: ShampooConfig) -> None:
+    seen: list[object] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    models = [make(config=config) for _ in range(2)]
+    for step in range(3):
+        for model, optimizer in models:
+            set_gradients(model, step)
+            with Watch() if optimizer is models[0][1] else contextlib.nullcontext():
+                before = len(seen)
+                optimizer.step()
+    assert len(seen) - before < 10  # torch's own hooks around a step
+    assert_same_models(models[0][0], models[1][0])
+    with Watch():
+        optimizer.step(lambda: float(torch.ones(()).sum()))
+    assert torch.Tensor.sum in seen
 
 
 def test_named_parameters_are_taken() -> None:

@@ -65,7 +65,7 @@ def _build(child: Any, routes: Sequence[Route], config: ShampooConfig) -> Shampo
         mpu.get_expert_data_parallel_group() if expert else mpu.get_data_parallel_group(with_context_parallel=True)
     )
     size = mpu.get_expert_tensor_parallel_world_size() if expert else mpu.get_tensor_model_parallel_world_size()
-    placement = place(child, routes, replicas, config.tp_alignment or size, torch.device(torch.cuda.current_device()))
+    placement = place(child, routes, replicas, config.tp_alignment or size)
     for group in groups:
         for key in _GROUP_KEYS_OF_ADAMW:
             group.pop(key, None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -21,9 +20,7 @@ from megatron.shampoo.placement import Placement
 from megatron.shampoo.plan.parts import MatrixParameter, Span
 
 
-def place(
-    optimizer: Any, routes: Sequence[Route], replica_group: dist.ProcessGroup, tp_alignment: int, device: torch.device
-) -> Placement:
+def place(optimizer: Any, routes: Sequence[Route], replica_group: dist.ProcessGroup, tp_alignment: int) -> Placement:
     """Placement of the preconditioned parameters of one of Megatron's optimizers.
 
     Args:
@@ -32,7 +29,6 @@ def place(
         replica_group: the data-parallel (x context-parallel) ranks that hold copies of the parameters; used without
             the distributed optimizer, which brings its own group.
         tp_alignment: segments of a tensor-parallel dimension.
-        device: of the parameters.
 
     Returns:
         The placement; parameters in the model's order.
@@ -44,6 +40,7 @@ def place(
     else:
         group, spans_of = replica_group, {}
     managed = spans_of.keys() if spans_of else main_of.keys()
+    device = routes[0].parameter.device
     routes = [route for route in routes if route.is_preconditioned and id(route.parameter) in managed]
     parameters = [
         MatrixParameter(

@@ -21,13 +21,14 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from megatron.experiments.ports import free_port
 
 HEAVY_MODULES = (
     "megatron.training.training",
@@ -81,18 +82,6 @@ def native_thread_count() -> int:
     """Number of operating-system threads of this process (1 where it cannot be told)."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 1
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on, outside the range that the kernel hands to outgoing connections."""
-    while True:
-        port = 15000 + int.from_bytes(os.urandom(2), "big") % 15000
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 def call_setup(name: str) -> Any:

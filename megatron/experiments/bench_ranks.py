@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import NoReturn
 
 from megatron import cpu
 from megatron.experiments.bench_turns import Gate, gates, take_turn, wait_for_turns
+from megatron.experiments.ports import free_port
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may go on after one has failed: theirs may be the error that says more."""
@@ -98,7 +98,7 @@ class Ranks:
         """
         assert self._module is not None
         folder.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
+        port = free_port()
         run = Run(self._timeout_seconds)
         self._runs.append(run)
         for rank in range(world_size):
@@ -172,13 +172,6 @@ def _import_entry(entry: Path) -> ModuleType:
     from megatron.gpt import datasets, helpers, step, vocabulary  # noqa: F401
 
     return module
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _be_rank(

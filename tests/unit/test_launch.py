@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.fork_server import free_port
+from megatron.experiments import ports
+from megatron.experiments.ports import free_port
 from tests.launch import Launcher
 from tests.recorder import gather_parameters, join_slices
 from tests.tiny import Layout, tiny_gpt, tiny_llama
@@ -106,8 +108,20 @@ def test_dead_server_is_reported_with_its_log(tmp_path: Path) -> None:
         broken.run([])
 
 
-def test_free_port_is_outside_the_kernels_ephemeral_range() -> None:
-    assert all(15000 <= free_port() < 30000 for _ in range(50))
+def test_free_ports_are_outside_the_kernels_ephemeral_range_and_given_once() -> None:
+    given = [free_port() for _ in range(50)]
+    assert all(15000 <= port < 30000 for port in given)
+    assert len(set(given)) == 50
+
+
+def test_a_port_that_somebody_listens_on_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free := free_port()))
+        monkeypatch.setattr(ports, "PORTS", range(free, free + 1))
+        monkeypatch.setattr(ports, "_given", set())
+        with pytest.raises(RuntimeError, match=f"no free TCP port in {free} to {free}"):
+            free_port()
+    assert free_port() == free
 
 
 def test_gate_and_up_slices_are_joined_half_by_half() -> None:

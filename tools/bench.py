@@ -55,6 +55,10 @@ QUICK = Defaults(
 )  # fmt: skip
 
 
+ENDS_A_RUN = ("--train-iters", "--train-samples", "--exit-interval", "--exit-duration-in-mins")
+"""Flags of `pretrain_gpt.py` under which the runs would not all take the same steps."""
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,6 +147,11 @@ def main(argv: list[str] | None = None) -> int:
             f"argument --iters: {alone} leaves {alone - WARM_UP} steps of optimizer to measure: allowed are multiples "
             f"of the refresh interval {REFRESH_INTERVAL}, or --parts steps"
         )
+    if args.shampoo_flags and "steps" not in args.parts:
+        parser.error("argument --shampoo-flags: concerns steps, which --parts leaves out")
+    for flag in (*args.flags, *args.shampoo_flags):
+        if flag.split("=")[0] in ENDS_A_RUN:
+            parser.error(f"argument flags: {flag} ends a run before or after the others: allowed is --iters")
     data_flags: list[str] = []
     if args.data is not None:
         listed = args.data / "data_args.txt"

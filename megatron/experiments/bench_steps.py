@@ -9,6 +9,7 @@ they run one after the other, and a step is what Megatron logs. `tools/bench.py`
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -114,13 +115,26 @@ def reason(logs: Sequence[Path], status: int) -> str:
     return text if len(text) <= 240 else text[:237] + "..."
 
 
+def tokens_per_step(flags: Sequence[str]) -> int:
+    """Tokens of the global batch, with the user's flags.
+
+    Args:
+        flags: of all runs, beside those of `flags_of`.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--global-batch-size", type=int, default=GLOBAL_BATCH)
+    parser.add_argument("--seq-length", type=int, default=SEQUENCE_LENGTH)
+    found, _ = parser.parse_known_args(list(flags))
+    return int(found.global_batch_size * found.seq_length)
+
+
 def _ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
     """Median of the ratios of steps that were taken one after the other."""
     return statistics.median(one / other for one, other in zip(seconds, base, strict=True))
 
 
 def rows_of(
-    layout: str, measured: Mapping[str, Sequence[float]], reasons: Mapping[str, str], *, on_cpu: bool
+    layout: str, measured: Mapping[str, Sequence[float]], reasons: Mapping[str, str], tokens: int, *, on_cpu: bool
 ) -> list[dict[str, Any]]:
     """Reduce a layout's measurements to rows of the table.
 
@@ -128,6 +142,7 @@ def rows_of(
         layout: key of `LAYOUTS`.
         measured: seconds of the measured steps of each optimizer that ran.
         reasons: why the others did not.
+        tokens: of a step.
         on_cpu: whether the runs were on CPU.
 
     Returns:
@@ -140,7 +155,7 @@ def rows_of(
             "layout": layout,
             "optimizer": name,
             "seconds": summary.as_dict(),
-            "tokens_per_second": GLOBAL_BATCH * SEQUENCE_LENGTH / summary.median,
+            "tokens_per_second": tokens / summary.median,
             **{f"over_{base}": _ratio(seconds, measured[base]) for base in BASELINES if base in measured},
             "note": note_of(name, layout, on_cpu=on_cpu),
             "all_seconds": list(seconds),
@@ -165,7 +180,7 @@ def measure(request: Mapping[str, Any]) -> list[dict[str, Any]]:
         print(f"steps, {layout}: {', '.join(request['optimizers'])}", flush=True)
         refusal = ranks.refusal(LAYOUTS[layout].world_size)
         if refusal:
-            rows += rows_of(layout, {}, dict.fromkeys(request["optimizers"], str(refusal)), on_cpu=ranks.on_cpu)
+            rows += rows_of(layout, {}, dict.fromkeys(request["optimizers"], str(refusal)), 0, on_cpu=ranks.on_cpu)
             continue
         given = request["iterations"], request["flags"], request["shampoo_flags"]
         runs = {
@@ -180,7 +195,7 @@ def measure(request: Mapping[str, Any]) -> list[dict[str, Any]]:
         measured, reasons = take(ranks, runs, request["iterations"])
         for name, why in reasons.items():
             print(f"  {name} did not run: {why}", flush=True)
-        rows += rows_of(layout, measured, reasons, on_cpu=ranks.on_cpu)
+        rows += rows_of(layout, measured, reasons, tokens_per_step(request["flags"]), on_cpu=ranks.on_cpu)
     return rows
 
 

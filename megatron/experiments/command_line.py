@@ -6,6 +6,13 @@ import argparse
 import shlex
 
 
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+
+
 def add_shampoo_flags(parser: argparse.ArgumentParser, part: str = "") -> None:
     """Add `--shampoo-flags`, a list of flags.
 
@@ -15,7 +22,7 @@ def add_shampoo_flags(parser: argparse.ArgumentParser, part: str = "") -> None:
     """
     parser.add_argument(
         "--shampoo-flags",
-        type=shlex.split,
+        type=_words,
         default=[],
         metavar='="FLAGS"',
         help=f"{part}more flags for our methods, as one word after an equals sign",

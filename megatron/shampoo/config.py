@@ -62,6 +62,10 @@ class Solver(enum.StrEnum):
     NEWTON_DB = "newton-db"
 
 
+AUTO_SOLVER = Solver.QR
+"""What `auto` stands for. Source: docs/methods.md."""
+
+
 class Precision(enum.StrEnum):
     """Data type that a part of the state is stored in."""
 
@@ -214,8 +218,8 @@ class ShampooConfig:
         0.0,
         "skip a refresh while the old eigenbasis still fits: while the off-diagonal part of the factor in it is at "
         "most this share of its norm",
-        "a number in [0, 1); above 0 only where an eigenbasis is kept: --shampoo-method shampoo and one-sided need "
-        "--shampoo-solver qr",
+        "a number in [0, 1); above 0 only where an eigenbasis is kept: with --shampoo-method shampoo and one-sided by "
+        "--shampoo-solver auto and qr",
     )
     """Share of the Frobenius norm. Source: Purifying Shampoo (arXiv:2506.03595); 0.1 there."""
 
@@ -297,7 +301,7 @@ class ShampooConfig:
         if self.method is Method.ONE_SIDED:
             self._require("side", self.side is not Side.BOTH)
         self._require("solver", is_root or self.solver not in (Solver.NEWTON, Solver.NEWTON_DB))
-        keeps_basis = not is_root or self.solver is Solver.QR
+        keeps_basis = not is_root or (AUTO_SOLVER if self.solver is Solver.AUTO else self.solver) is Solver.QR
         self._require("refresh_tolerance", self.refresh_tolerance == 0.0 or keeps_basis)
         # bfloat16 has 8 bits: a step of a slower average is lost in rounding.
         self._require("factor_dtype", self.factor_dtype is Precision.FP32 or self.factor_beta <= 0.99)

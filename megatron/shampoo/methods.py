@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from megatron.shampoo.config import Grafting, Method, ShampooConfig, Side, Solver
+from megatron.shampoo.config import AUTO_SOLVER, Grafting, Method, ShampooConfig, Side, Solver
 
 UNGRAFTED_RMS_CLIP = 2.0
 """Default limit of an ungrafted direction's root mean square. Source: a gradient spike between two refreshes gives 3 to
@@ -66,9 +66,6 @@ _COMBINATIONS = {
     Method.KL_SOAP: (Estimator.KL, Application.ADAM, Side.BOTH, Grafting.NONE),
     Method.KL_SHAMPOO: (Estimator.KL, Application.SPECTRAL, Side.BOTH, Grafting.NONE),
 }
-
-AUTO_SOLVER = Solver.QR
-"""What `auto` stands for. Source: docs/methods.md."""
 
 
 def recipe_of(config: ShampooConfig) -> Recipe:

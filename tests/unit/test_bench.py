@@ -256,7 +256,7 @@ def test_steps_are_taken_by_turns_and_the_first_ten_left_out(
 
 def test_ratios_are_those_of_steps_that_followed_each_other() -> None:
     measured = {"adam": [1.0, 10.0, 2.0], "soap": [2.0, 30.0, 8.0]}
-    rows = bench_steps.rows_of("one", measured, {}, on_cpu=True)
+    rows = bench_steps.rows_of("one", measured, {}, 4096, on_cpu=True)
     assert rows[1]["over_adam"] == 3.0 != rows[1]["seconds"]["median"] / rows[0]["seconds"]["median"]
 
 
@@ -340,7 +340,7 @@ def test_runs_take_steps_by_turns_and_die_with_the_benchmark(tmp_path: Path) -> 
 
 def test_tables_show_numbers_reasons_and_floors() -> None:
     measured = {"sgd": [0.1, 0.1], "soap": [0.15, 0.15]}
-    steps = bench_steps.rows_of("one", measured, {"megatron-soap": "it [does] not"}, on_cpu=True)
+    steps = bench_steps.rows_of("one", measured, {"megatron-soap": "it [does] not"}, 4096, on_cpu=True)
     row: dict[str, Any] = {"optimizer": "soap", "seconds": summarize([0.2]).as_dict(), "note": None}
     ours = {
         **row, "staggered": False, "shares": {"refresh": 0.25, "other": 0.75}, "roots_per_step": 9.6,
@@ -386,6 +386,10 @@ def tool() -> ModuleType:
         ("--iters 10", "argument --iters: '10': allowed is an integer of at least 11"),
         ("--iters 25", "argument --iters: 25 leaves 15 steps"),
         ("--data nowhere", "prepare_corpus.py"),
+        ("--parts optimizer --shampoo-flags=--shampoo-epsilon", "argument --shampoo-flags: concerns steps"),
+        ("--shampoo-flags='", "No closing quotation"),
+        ("-- --train-iters 9", "argument flags: --train-iters ends a run before or after the others"),
+        ("-- --exit-interval=2", "argument flags: --exit-interval=2 ends a run"),
     ],
 )
 def test_unknown_names_and_numbers_are_refused(
@@ -395,6 +399,11 @@ def test_unknown_names_and_numbers_are_refused(
         tool.main(arguments.split())
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_tokens_are_those_of_the_users_batch() -> None:
+    assert bench_steps.tokens_per_step([]) == 32 * 128
+    assert bench_steps.tokens_per_step(["--lr", "1", "--global-batch-size", "128", "--seq-length=64"]) == 128 * 64
 
 
 # -- the optimizer alone

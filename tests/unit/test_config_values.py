@@ -181,7 +181,7 @@ def is_allowed(it: dict[str, Any]) -> bool:
     """The rules as docs/methods.md tells them."""
     if it["method"] in ("shampoo", "one-sided"):
         whole = not (it["method"] == "one-sided" and it["side"] == "both")
-        return whole and (it["solver"] == "qr" or it["refresh_tolerance"] == 0)
+        return whole and (it["solver"] in ("auto", "qr") or it["refresh_tolerance"] == 0)
     grafted = it["grafting"] not in (None, "none")
     whole = it["side"] in (None, "both") or it["method"] == "soap"
     rootless = it["root"] is None and it["solver"] not in ("newton", "newton-db")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from megatron.shampoo.config import ShampooConfig, flag_of
 from megatron.shampoo.mcore import resume
-from megatron.shampoo.mcore.arguments import config_of
+from megatron.shampoo.mcore.arguments import config_of, resolve_
 from megatron.shampoo.mcore.resume import check_resume
 
 LAYOUT = {
@@ -31,7 +32,15 @@ def arguments(**settings: Any) -> SimpleNamespace:
 
 
 def check(monkeypatch: pytest.MonkeyPatch, saved: SimpleNamespace | None, now: SimpleNamespace) -> None:
-    monkeypatch.setattr(resume, "_saved_arguments", lambda args: saved)
+    """Resume from a checkpoint that a run with the saved arguments has written, by this version."""
+    stored = copy.copy(saved)
+    if stored is not None:
+        resolve_(stored, config_of(stored))
+    check_stored(monkeypatch, stored, now)
+
+
+def check_stored(monkeypatch: pytest.MonkeyPatch, stored: SimpleNamespace | None, now: SimpleNamespace) -> None:
+    monkeypatch.setattr(resume, "_saved_arguments", lambda args: stored)
     check_resume(now, config_of(now))
 
 
@@ -142,12 +151,29 @@ def test_every_setting_is_either_free_to_change_or_refused() -> None:
 
 
 def test_what_an_older_checkpoint_does_not_know_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = arguments()
-    for name in ("method", "side", "qkv", "max_dim", "factor_dtype", "solver"):
+    saved = arguments(solver="qr")
+    for name in ("method", "side", "qkv", "max_dim", "factor_dtype"):
         delattr(saved, f"shampoo_{name}")
-    check(monkeypatch, saved, arguments())
+    check_stored(monkeypatch, saved, arguments())
     with pytest.raises(ValueError, match=r"^--shampoo-method soap: the checkpoint was saved with shampoo"):
-        check(monkeypatch, saved, arguments(method="soap"))
+        check_stored(monkeypatch, saved, arguments(method="soap"))
+
+
+def test_the_default_solver_of_an_older_checkpoint_is_the_one_of_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = arguments()  # "auto" by word, or no word at all: for roots that was eigh
+    with pytest.raises(ValueError, match=r"^--shampoo-solver qr: the checkpoint was saved with eigh, and only one of"):
+        check_stored(monkeypatch, saved, arguments())
+    check_stored(monkeypatch, saved, arguments(solver="eigh"))
+    check_stored(monkeypatch, arguments(method="soap"), arguments(method="soap"))
+
+
+def test_the_solver_that_auto_stands_for_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = arguments()
+    resolve_(stored, config_of(stored))
+    assert stored.shampoo_solver == "qr"
+    check_stored(monkeypatch, stored, arguments())
+    with pytest.raises(ValueError, match=r"^--shampoo-solver eigh: the checkpoint was saved with qr, and only one of"):
+        check_stored(monkeypatch, stored, arguments(solver="eigh"))
 
 
 def test_nothing_to_load_is_nothing_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

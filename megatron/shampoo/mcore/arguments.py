@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.shampoo.config import ShampooConfig, flag_of
+from megatron.shampoo.methods import recipe_of
 
 OPTIMIZERS = ("shampoo",)
 """Words for `--optimizer` that this package adds to Megatron's."""
@@ -66,6 +67,7 @@ def resolve_(args: Any, config: ShampooConfig) -> None:
 
     Megatron stores its arguments in checkpoints: those must say what a run did after a default has changed too.
     """
+    config = dataclasses.replace(config, solver=recipe_of(config).solver)
     for field in dataclasses.fields(ShampooConfig):
         value = getattr(config, field.name)
         setattr(args, _dest(field.name), value.value if isinstance(value, enum.Enum) else value)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from megatron.shampoo.config import ShampooConfig, Side, flag_of
+from megatron.shampoo.config import ShampooConfig, Side, Solver, flag_of
 from megatron.shampoo.mcore.arguments import config_of
-from megatron.shampoo.methods import recipe_of, root_of
+from megatron.shampoo.methods import Application, Recipe, recipe_of, root_of
 
 _LAYOUT = (
     "world_size",
@@ -115,11 +116,19 @@ def _check_grid(saved: Any, args: Any, config: ShampooConfig) -> None:
                 f"{flag_of(name)} {now[name]}: the checkpoint was saved with {then[name]}, and its state fits "
                 "that value alone; use it, or load the weights alone with --no-load-optim"
             )
-    if recipe_of(config_of(saved)).keeps_basis != recipe_of(config).keeps_basis:
+    before, after = _with_former_solver(recipe_of(config_of(saved)), config_of(saved)), recipe_of(config)
+    if before.keeps_basis != after.keeps_basis:
         raise ValueError(
-            f"--shampoo-solver {config.solver}: the checkpoint was saved with {config_of(saved).solver}, and only one "
-            "of the two keeps an eigenbasis; use that solver, or load the weights alone with --no-load-optim"
+            f"--shampoo-solver {after.solver}: the checkpoint was saved with {before.solver}, and only one of the two "
+            "keeps an eigenbasis; use that solver, or load the weights alone with --no-load-optim"
         )
+
+
+def _with_former_solver(recipe: Recipe, saved: ShampooConfig) -> Recipe:
+    """A saved recipe; checkpoints that say `auto` are older than its change to `qr` for roots too."""
+    if saved.solver is Solver.AUTO and recipe.application is Application.ROOT:
+        return dataclasses.replace(recipe, solver=Solver.EIGH)
+    return recipe
 
 
 def _resolved(config: ShampooConfig, args: Any) -> dict[str, Any]:

@@ -8,7 +8,8 @@
 ratios are medians of those of steps that followed each other. `optimizer`: the step of the optimizer alone, on the
 matrices of a GPT of each width with random gradients, interleaved step by step, beside a floor measured in the same
 run. Runs on CPU, or on CUDA where there is one. The defaults take about an hour on two idle cores. Tables go to
-standard output; every step to DIR/results.json, the figure to DIR/bench.png.
+standard output and DIR/tables.md, every step to DIR/results.json, the figure to DIR/bench.png, after each layout and
+width.
 """
 
 from __future__ import annotations

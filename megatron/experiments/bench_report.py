@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich import box
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -44,6 +47,21 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
     return found
 
 
+def markdown(results: Mapping[str, Any]) -> str:
+    """All tables in Markdown.
+
+    Args:
+        results: as for `tables`.
+    """
+    text = io.StringIO()
+    console = Console(file=text, width=1000, color_system=None)
+    for table in tables(results):
+        title, table.title, table.box = table.title, None, box.MARKDOWN
+        console.print(f"{title}:\n", highlight=False)
+        console.print(table)
+    return "\n".join(line.strip() for line in text.getvalue().splitlines()) + "\n"
+
+
 def steps_table(layout: str, rows: Sequence[Row]) -> Table:
     """Whole training steps on one layout.
 
@@ -52,16 +70,17 @@ def steps_table(layout: str, rows: Sequence[Row]) -> Table:
         rows: of it.
 
     Returns:
-        The table.
+        The table; the last columns are the tokens per second as fractions of a baseline's, by steps that were taken one
+        after the other.
     """
-    columns = ("steps", "median ms", "p99 ms", "p99/p50", "tokens/s", *(f"/ {name}" for name in BASELINES))
+    columns = ("steps", "median ms", "p99 ms", "p99/p50", "tokens/s", *(f"of {name}'s" for name in BASELINES))
     lines = []
     for row in rows:
         if "reason" in row:
             lines.append(_Line(label(row), [], f"did not run: {row['reason']}"))
             continue
         seconds = row["seconds"]
-        ratios = [f"{row[f'over_{name}']:.3f}" if f"over_{name}" in row else "" for name in BASELINES]
+        ratios = [f"{1 / row[f'over_{name}']:.3f}" if f"over_{name}" in row else "" for name in BASELINES]
         times = [_ms(seconds["median"]), _ms(seconds["p99"]), f"{seconds['spread']:.2f}"]
         cells = [str(seconds["count"]), *times, f"{row['tokens_per_second']:,.0f}", *ratios]
         lines.append(_Line(label(row), cells, row["note"] or ""))

@@ -14,7 +14,7 @@ from rich.console import Console
 from megatron.demo.process import error_lines, running
 from megatron.experiments import bench_steps
 from megatron.experiments.bench_names import METHODS, RIVALS
-from megatron.experiments.bench_report import draw, tables
+from megatron.experiments.bench_report import draw, markdown, tables
 from megatron.experiments.machine import describe
 
 LAST_LINES = 15
@@ -50,7 +50,7 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions, console: Console) -> list[str]:
-    """Measure, print the tables, write `results.json` and `bench.png`.
+    """Measure, print the tables, write `results.json`, `tables.md` and `bench.png`.
 
     Args:
         options: what to measure.
@@ -72,16 +72,13 @@ def run_bench(options: BenchOptions, console: Console) -> list[str]:
             if field.name not in ("root", "out", "command")
         },
     }
-    if "steps" in options.parts:
-        results["steps"] = _steps(options)
+    for layout in options.layouts if "steps" in options.parts else ():
+        results.setdefault("steps", []).extend(_steps(options, layout))
         _write(results, options.out)
-    if "optimizer" in options.parts:
-        results["optimizer"] = [
-            _alone(options, width, layers, with_turns=number == 0)
-            for number, (width, layers) in enumerate(zip(options.widths, options.layers, strict=True))
-        ]
+    for number, width in enumerate(options.widths if "optimizer" in options.parts else ()):
+        found = _alone(options, width, options.layers[number], with_turns=number == 0)
+        results.setdefault("optimizer", []).append(found)
         _write(results, options.out)
-    draw(results, options.out / "bench.png")
     for table in tables(results):
         console.print(table)
     for note in _notes(options):
@@ -94,7 +91,10 @@ def run_bench(options: BenchOptions, console: Console) -> list[str]:
 
 
 def _write(results: dict[str, Any], out: Path) -> None:
+    """Write what there is so far, after every layout and width: what ends the next one does not take it along."""
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "tables.md").write_text(markdown(results))
+    draw(results, out / "bench.png")
 
 
 def _notes(options: BenchOptions) -> list[str]:
@@ -108,20 +108,21 @@ def _notes(options: BenchOptions) -> list[str]:
             "not staggered: every block refreshes in the same step. megatron-soap takes one step in ten rounds: its "
             "steps are all alike. peak: of a process of its own."
         )
-    return [*found, f"{options.out / 'results.json'} has every step; {options.out / 'bench.png'} the figure."]
+    return [*found, f"{options.out}: every step in results.json, these tables in tables.md, the figure in bench.png"]
 
 
-def _steps(options: BenchOptions) -> list[dict[str, Any]]:
+def _steps(options: BenchOptions, layout: str) -> list[dict[str, Any]]:
     request = {
         "entry": str(options.root / "pretrain_gpt.py"),
         "folder": str((options.out / "steps").resolve()),
-        "layouts": list(options.layouts),
+        "layouts": [layout],
         "optimizers": list(options.optimizers),
         "iterations": options.step_iterations,
         "shampoo_flags": list(options.shampoo_flags),
         "flags": [*(options.data_flags or bench_steps.MOCK_DATA), *options.flags],
     }
-    rows: list[dict[str, Any]] = _work(options, "steps", ["megatron.experiments.bench_steps"], request)["rows"]
+    found = _work(options, f"steps_{layout}", ["megatron.experiments.bench_steps"], request)
+    rows: list[dict[str, Any]] = found["rows"]
     return rows
 
 

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,13 +18,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatron.experiments import bench_steps
+from megatron.experiments import bench_session, bench_steps
 from megatron.experiments.bench_alone import Participant, check_blocks, make_gradients
 from megatron.experiments.bench_floor import floor_of
 from megatron.experiments.bench_flops import products, sides
 from megatron.experiments.bench_names import METHODS, OPTIMIZERS, blocks, is_cut_evenly, matrices
 from megatron.experiments.bench_optimizers import build, state_bytes
-from megatron.experiments.bench_report import tables
+from megatron.experiments.bench_report import markdown, tables
+from megatron.experiments.bench_session import BenchFailedError, BenchOptions, run_bench
 from megatron.experiments.bench_stats import shares, summarize
 from megatron.shampoo import Shampoo
 
@@ -354,13 +356,37 @@ def test_tables_show_numbers_reasons_and_floors() -> None:
     }  # fmt: skip
     output = io.StringIO()
     console = Console(file=output, width=200)
-    for table in tables({"steps": steps, "optimizer": [width]}):
+    results = {"steps": steps, "optimizer": [width]}
+    for table in tables(results):
         console.print(table)
     printed = output.getvalue()
-    for text in ("150.0", "1.500", "27,307", "did not run: it [does] not", "soap, not staggered", "512x512 at 100.0"):
+    for text in ("150.0", "0.667", "27,307", "did not run: it [does] not", "soap, not staggered", "512x512 at 100.0"):
         assert text in printed, printed
     for text in ("30.0 + 50.0", "2.50", "40.0", "25.0%", "9.6"):
         assert text in printed, printed
+    lines = markdown(results).splitlines()
+    assert [line.count("|") for line in lines if line.startswith("|-")] == [10, 12, 5]  # under the head of each table
+    assert {line.count("|") for line in lines} == {0, 10, 12, 5}, lines
+    assert "| soap | 2 | 150.0 | 150.0 |" in " ".join(" ".join(lines).split())
+
+
+def test_what_was_measured_stays_when_a_later_part_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(options: BenchOptions, name: str, module: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
+        if name == "steps_dp2":
+            raise BenchFailedError("killed")
+        return {"rows": bench_steps.rows_of(request["layouts"][0], {"sgd": [0.1]}, {}, 4096, on_cpu=True)}
+
+    monkeypatch.setattr(bench_session, "_work", work)
+    options = BenchOptions(
+        root=TOOL.parent.parent, parts=["steps"], layouts=["one", "dp2"], optimizers=["sgd"], widths=[], layers=[],
+        step_iterations=12, optimizer_iterations=20, out=tmp_path / "bench", data_flags=[], flags=[], shampoo_flags=[],
+        command="bench",
+    )  # fmt: skip
+    with pytest.raises(BenchFailedError):
+        run_bench(options, Console(file=io.StringIO()))
+    assert [row["layout"] for row in json.loads((options.out / "results.json").read_text())["steps"]] == ["one"]
+    assert "| sgd" in (options.out / "tables.md").read_text()
+    assert (options.out / "bench.png").stat().st_size > 1000
 
 
 # -- the command

@@ -36,9 +36,12 @@ def train(launcher: Launcher, optimizer: str, *flags: str | Path, off: str = "",
 def test_muon_dealt_out_to_ranks_equals_muon_on_every_rank(launcher: Launcher) -> None:
     dealt = train(launcher, "muon").check()
     whole = train(launcher, "muon", layout=Layout(dp=2, distributed=False)).check()
-    assert dealt.losses == pytest.approx(whole.losses, rel=1e-6)
-    assert dealt.grad_norms == pytest.approx(whole.grad_norms, rel=1e-6)
-    # The norms are summed in another order; orthogonalisation in bf16 enlarges the difference in rounding.
+    assert dealt.losses[:2] == pytest.approx(whole.losses[:2], rel=1e-6)
+    assert dealt.grad_norms[:2] == pytest.approx(whole.grad_norms[:2], rel=1e-6)
+    # The norms are summed in another order; orthogonalisation in bf16 enlarges the difference in rounding, on some
+    # processors more than on others.
+    assert dealt.losses == pytest.approx(whole.losses, rel=2e-5)
+    assert dealt.grad_norms == pytest.approx(whole.grad_norms, rel=2e-4)
     torch.testing.assert_close(dealt.parameters(), whole.parameters(), rtol=0, atol=2e-4)
 
 

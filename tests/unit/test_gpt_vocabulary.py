@@ -18,8 +18,9 @@ def test_loss_and_gradient_are_those_of_the_true_vocabulary(dtype: torch.dtype) 
     (gradient,) = torch.autograd.grad(loss, weights)
     expected = functional.cross_entropy(weights[:, :11].float(), targets)
     (expected_gradient,) = torch.autograd.grad(expected, weights)
-    assert torch.equal(loss, expected)
-    assert torch.equal(gradient, expected_gradient)
+    # Rows of 16 and of 11 columns are summed in other vector registers: equal but for rounding on some processors.
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-8)
     assert not gradient[:, 11:].any()
 
 

@@ -19,6 +19,9 @@ SIDES = ("left", "right")
 NEGLIGIBLE = 2.0**-40
 """Ratio of gradients' sizes below which averages of products begin anew."""
 
+SMALLEST_SHRINK = 2.0**-60
+"""Smallest ratio of gradients' sizes that roots are brought to: 2^60 does not overflow, and a refresh is near."""
+
 
 class FactorState:
     """One side of a stack: `count` factors of size d x d and what is made of them."""
@@ -192,7 +195,7 @@ class StackState:
                 side.eigenvalues.mul_(shrink[:, None])
             if side.task.root is not None:
                 exponent = -0.5 if side.task.trace_scaled else -2.0 / side.task.root
-                side.inverse.mul_(shrink.pow(exponent).to(side.inverse)[:, None, None])
+                side.inverse.mul_(shrink.clamp(min=SMALLEST_SHRINK).pow(exponent).to(side.inverse)[:, None, None])
         if self.second_moment is not None:
             self.second_moment.mul_(shrink.square()[:, None, None])
         if self.num_averaged is not None:

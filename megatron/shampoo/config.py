@@ -246,9 +246,14 @@ class ShampooConfig:
     """Products are computed in float32 all the same."""
 
     root_dtype: Precision = _knob(  # noqa: RUF009
-        Precision.FP32, "data type that inverse roots and eigenbases are stored in", _choices(Precision)
+        Precision.FP32,
+        "data type that inverse roots and eigenbases are stored in",
+        _choices(Precision)
+        + "; bf16 for fourth roots alone: --shampoo-method shampoo with two factors or --shampoo-root 4",
     )
-    """Products are computed in float32 all the same."""
+    """Products are computed in float32 all the same. An inverse square root of a factor of low rank has entries a
+    thousand times larger off the gradient than along it, and Adam divides by what a basis leaks: 8 bits turn such steps
+    around."""
 
     start_step: int = _knob(
         1,
@@ -305,8 +310,14 @@ class ShampooConfig:
         self._require("refresh_tolerance", self.refresh_tolerance == 0.0 or keeps_basis)
         # bfloat16 has 8 bits: a step of a slower average is lost in rounding.
         self._require("factor_dtype", self.factor_dtype is Precision.FP32 or self.factor_beta <= 0.99)
+        fourth = is_root and (self.root == 4 or (self.root is None and self._has_two_factors()))
+        self._require("root_dtype", self.root_dtype is Precision.FP32 or fourth)
         grafts = self.grafting is not Grafting.NONE if is_root else self.grafting not in (None, Grafting.NONE)
         self._require("start_step", self.start_step == 1 or is_root or grafts)
+
+    def _has_two_factors(self) -> bool:
+        """Whether every preconditioned matrix has a factor on both sides."""
+        return self.method is not Method.ONE_SIDED and self.side in (None, Side.BOTH) and self.max_dim is None
 
     def _member(self, name: str, kind: type[enum.Enum]) -> enum.Enum | None:
         value = getattr(self, name)

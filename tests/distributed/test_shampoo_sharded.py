@@ -42,7 +42,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "soap, directions averaged": {"method": "soap", "momentum_placement": "after", "nesterov": True},
     "penalty": {"weight_decay_mode": "l2", "grafting": "none"},
     "independent decay": {"weight_decay_mode": "independent", "grafting": "none"},
-    "bf16": {"method": "kl-soap", "factor_dtype": "bf16", "root_dtype": "bf16"},
+    "bf16 factors": {"method": "kl-soap", "factor_dtype": "bf16"},
+    "bf16": {"grafting": "none", "factor_dtype": "bf16", "root_dtype": "bf16"},
 }
 """Ungrafted and unclipped: bit for bit."""
 ROUNDED: dict[str, dict[str, Any]] = {

@@ -33,7 +33,7 @@ RUNS = {
     "DP2 soap by qr, averaged directions": (
         tiny_gpt(iters=LAST), Layout(dp=2), ["--shampoo-method", "soap", "--shampoo-solver", "qr",
                                              "--shampoo-refresh-tolerance", "0.1", "--shampoo-momentum-placement",
-                                             "after", "--shampoo-start-step", "1", "--shampoo-root-dtype", "bf16"],
+                                             "after", "--shampoo-start-step", "1", "--shampoo-factor-dtype", "bf16"],
     ),
     "DP2 replicated kl-shampoo": (
         tiny_gpt(iters=LAST), Layout(dp=2, distributed=False), ["--shampoo-method", "kl-shampoo", "--shampoo-nesterov",

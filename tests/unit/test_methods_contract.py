@@ -177,8 +177,10 @@ def test_steps_stay_bounded_whatever_the_gradients_do(method: str) -> None:
         )  # Adam's own step after such a jump is up to 1/sqrt(1-b2)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("field", "tensor"), [("factor_dtype", "factor"), ("root_dtype", "inverse")])
+@pytest.mark.parametrize(
+    ("method", "field", "tensor"),
+    [*((method, "factor_dtype", "factor") for method in METHODS), ("shampoo", "root_dtype", "inverse")],
+)
 def test_storage_in_bfloat16_halves_it_and_stays_close(method: str, field: str, tensor: str) -> None:
     runs = []
     for precision in ("fp32", "bf16"):
@@ -191,6 +193,46 @@ def test_storage_in_bfloat16_halves_it_and_stays_close(method: str, field: str, 
         runs.append(weights[0].detach() - before)
     difference = float((runs[0] - runs[1]).norm() / runs[0].norm())
     assert 0 < difference < 0.35, difference
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "one-sided", "root": 4}, {"max_dim": 40, "root": 4}])
+@pytest.mark.parametrize("left", ["ones", "random"])
+def test_fourth_roots_in_bfloat16_descend_along_a_gradient_of_rank_one(settings: dict[str, Any], left: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.ones(32) if left == "ones" else torch.randn(32, generator=generator)
+    gradient = torch.outer(vector, torch.randn(48, generator=generator))
+    weight = nn.Parameter(torch.zeros(32, 48))
+    config = ShampooConfig(root_dtype="bf16", refresh_interval=1, **settings)  # type: ignore[arg-type]
+    optimizer = Shampoo([weight], lr=1.0, betas=(0.0, 0.95), config=config)
+    for number in range(12):
+        before = weight.detach().clone()
+        weight.grad = gradient * (1 + 0.1 * number)
+        optimizer.step()
+        assert torch.cosine_similarity((before - weight).flatten(), gradient.flatten(), dim=0) > 0.9
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("growth", [1e30, 1e37, 1e40, 1e60])
+def test_gradients_that_grow_beyond_all_bounds_leave_weights_finite(method: str, growth: float) -> None:
+    weights, optimizer = make({"method": method})
+    for number in range(24):
+        weights[0].grad = torch.full((12, 10), 1e-25 if number < 5 else 1e-25 * growth)
+        optimizer.step()
+        assert weights[0].isfinite().all(), number
+
+
+@pytest.mark.parametrize("method", ["kl-soap", "kl-shampoo"])
+@pytest.mark.parametrize("factor_beta", [0.0, 0.5])
+def test_eigenvalues_outlive_gradients_whose_squares_underflow(method: str, factor_beta: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights, optimizer = make({"method": method, "factor_beta": factor_beta})
+    for number in range(30):
+        scale = 1e-24 if number in (10, 11) else 1.0
+        weights[0].grad = scale * torch.randn(12, 10, generator=generator)
+        optimizer.step()
+        for state in optimizer.states:
+            for side in state.sides:
+                assert side.eigenvalues is None or side.eigenvalues.isfinite().all(), number
 
 
 @pytest.mark.parametrize("method", ["soap", "kl-soap", "kl-shampoo"])

@@ -386,8 +386,13 @@ def dtypes_of(optimizer: Shampoo) -> dict[str, torch.dtype]:
     return {name: dtype for name, (dtype,) in found.items()}
 
 
-@pytest.mark.parametrize("method", [*Method])
-@pytest.mark.parametrize(("field", "names"), [("factor_dtype", {"factor"}), ("root_dtype", {"inverse", "basis"})])
+@pytest.mark.parametrize(
+    ("method", "field", "names"),
+    [
+        *((method, "factor_dtype", {"factor"}) for method in Method),
+        (Method.SHAMPOO, "root_dtype", {"inverse", "basis"}),
+    ],
+)
 def test_what_is_stored_in_bf16_is_what_the_setting_says(method: Method, field: str, names: set[str]) -> None:
     solver = "qr" if method is Method.SHAMPOO else "auto"
     model, optimizer = make(config=small(method, solver=solver, **{field: "bf16"}))

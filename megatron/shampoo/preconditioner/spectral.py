@@ -16,8 +16,9 @@ FLOOR = 1e-4
 
 
 def floored(eigenvalues: Tensor) -> Tensor:
-    """Eigenvalues `(..., d)`, at least `FLOOR` times their mean."""
-    return torch.maximum(eigenvalues, FLOOR * eigenvalues.mean(-1, keepdim=True))
+    """Eigenvalues `(..., d)`, at least `FLOOR` times their mean; where all are zero, what 0 can be divided by."""
+    least = (FLOOR * eigenvalues.mean(-1, keepdim=True)).clamp_min(torch.finfo(eigenvalues.dtype).tiny)
+    return torch.maximum(eigenvalues, least)
 
 
 def first_eigenvalues(gradient: Tensor) -> Tensor:

@@ -81,6 +81,13 @@ class Qkv(enum.StrEnum):
     FUSED = "fused"
 
 
+class Ownership(enum.StrEnum):
+    """Which data-parallel rank computes a block whose parameters are sharded."""
+
+    LOCAL = "local"
+    BALANCED = "balanced"
+
+
 def _knob(default: Any, text: str, allowed: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, "allowed": allowed})
 
@@ -205,6 +212,14 @@ class ShampooConfig:
         "a multiple of the tensor-parallel size",
     )
     """Segments. None stands for the current tensor-parallel size."""
+
+    ownership: Ownership = _knob(  # noqa: RUF009
+        Ownership.LOCAL,
+        "the data-parallel rank that computes a block: the one that holds most of it (local), or one with less work "
+        "where that one has too much, such as next to a rank that holds embeddings alone (balanced)",
+        _choices(Ownership),
+    )
+    """Changes who computes and what travels, not the result."""
 
     refresh_interval: int = _knob(
         10,
@@ -344,6 +359,7 @@ _ENUMS: dict[str, type[enum.Enum]] = {
     "weight_decay_mode": WeightDecay,
     "solver": Solver,
     "qkv": Qkv,
+    "ownership": Ownership,
     "factor_dtype": Precision,
     "root_dtype": Precision,
 }

@@ -28,7 +28,7 @@ from megatron.shampoo.elementwise import ADAM_STATE, adamw_, decay_, penalised
 from megatron.shampoo.methods import recipe_of
 from megatron.shampoo.metrics import PhaseClock, StepMetrics
 from megatron.shampoo.owned_stack import OwnedStack
-from megatron.shampoo.placement import Placement, check_same_plan, place_alone
+from megatron.shampoo.placement import Placement, check_same_plan, known_to_all, place_alone
 from megatron.shampoo.plan.plan import make_plan
 from megatron.shampoo.plan.schedule import make_schedule
 from megatron.shampoo.preconditioner.moments import (
@@ -117,12 +117,13 @@ class Shampoo(torch.optim.Optimizer):
         """The method, with every default filled in."""
         self._first_lr = [group["lr"] for group in self.param_groups]
         self._index = {id(shard): index for index, shard in enumerate(place.shards) if shard is not None}
-        group_of = {
+        held = {
             self._index[id(parameter)]: number
             for number, group in enumerate(self.param_groups)
             for parameter in group["params"]
             if id(parameter) in self._index
         }
+        group_of = known_to_all(held, place)
         self._stacks = [
             OwnedStack(number, self.schedule, self.plan, self.config, place, group_of)
             for number in range(len(self.schedule.stacks))

@@ -61,8 +61,8 @@ class OwnedStack:
             plan: of the group.
             config: method and all settings.
             placement: device, data type, group.
-            group_of: for each parameter of the plan the number of its parameter group. An owner holds at least a part
-                of each of its blocks.
+            group_of: for each parameter of the plan the number of its parameter group, also where this rank holds
+                nothing of it.
         """
         stack, device = schedule.stacks[number], placement.device
         self.state = StackState(stack, plan, config, device, placement.dtype)

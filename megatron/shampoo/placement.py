@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,36 @@ def _matrices(groups: Sequence[dict], config: ShampooConfig) -> Iterable[Tensor]
 def _has_factors(tensor: Tensor, config: ShampooConfig) -> bool:
     shape = (tensor.shape[0], tensor.shape[1])
     return min(shape) > 1 and any(factor_sides(shape, config))
+
+
+def known_to_all(groups: Mapping[int, int], placement: Placement) -> dict[int, int]:
+    """The parameter groups of all parameters of the plan, also of those that this rank does not hold.
+
+    Args:
+        groups: for each parameter that this rank holds the number of its group.
+        placement: this rank's.
+
+    Returns:
+        For each parameter of the plan the number of its group.
+
+    Raises:
+        RuntimeError: on every rank, where two ranks have a parameter in different groups.
+
+    Collective: every rank of the group.
+    """
+    if placement.group is None or placement.num_ranks == 1:
+        return dict(groups)
+    gathered: list[dict[int, int]] = [{} for _ in range(placement.num_ranks)]
+    dist.all_gather_object(gathered, dict(groups), group=placement.group)
+    known: dict[int, int] = {}
+    for found in gathered:
+        for index, number in found.items():
+            if known.setdefault(index, number) != number:
+                raise RuntimeError(
+                    f"{placement.parameters[index].name} is in parameter groups {known[index]} and {number} on two "
+                    "data-parallel ranks: make the optimizer with the same groups in the same order on every rank"
+                )
+    return known
 
 
 def check_same_plan(digest: str, placement: Placement) -> None:

@@ -113,6 +113,16 @@ def build_cases() -> dict[str, Case]:
         4, config("adam", 8), equal(4, one_block), one_block, exact=False
     )
     cases["more ranks than blocks, replicas"] = Case(4, config("none", 8), None, one_block)
+    # The first matrix, most of the work, lies on rank 0 alone, and ranks 2 and 3 hold vectors and padding.
+    large = Model(((16, 16), (7,), (6, 6), (40,), (40,)))
+    for number, name in enumerate(("none", "adam", "adam, start step")):
+        settings = {"grafting": name.split(",")[0], "start_step": 4 if number == 2 else 1, "ownership": "balanced"}
+        cases[f"balanced, {name}"] = Case(
+            4, config(**settings), (0, 260, 320, 366, large.numel()), large, exact=number == 0
+        )
+    cases["balanced, soap"] = Case(
+        4, config(None, method="soap", ownership="balanced"), (0, 260, 320, 366, large.numel()), large, exact=False
+    )
     no_matrix = Model(((8,), (5,)))
     cases["no matrices"] = Case(2, config(), equal(2, no_matrix), no_matrix)
     return cases
@@ -193,3 +203,4 @@ class TestTrainedOnFourProcesses:
         for num_ranks in (2, 3, 4):
             assert set(trained[0][f"adam, {num_ranks} equal shards"][3]) == set(range(num_ranks))
         assert set(trained[0]["more ranks than blocks, shards"][3]) != {0, 1, 2, 3}
+        assert set(trained[0]["balanced, adam"][3]) == {0, 1, 2, 3}, "ranks that hold no matrix own blocks"

@@ -147,5 +147,6 @@ def test_the_report_names_every_route(launcher: Launcher) -> None:
     assert "q 64x64 in 2x2 blocks of 32x32, k 64x64" in report
     assert "decoder.layers.*.mlp.linear_fc2.weight" in report and "  2 x 64x128" in report
     assert f"(one tensor-parallel rank), {predicted_blocks()} blocks" in report
-    assert "blocks cut by shard borders: 0 of" in report
+    assert "blocks cut by shard borders: 0 of" in report and "travel to their owner: 0;" in report
+    assert "owners: local" in report
     assert report.count("decoder.final_layernorm.weight") == 1

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.shampoo.config import Method, MomentumPlacement, ShampooConfig
+from megatron.shampoo.config import Method, MomentumPlacement, Ownership, ShampooConfig
 from megatron.shampoo.plan.copies import StridedCopy, merge
 from megatron.shampoo.plan.fragments import rectangles_of
 from megatron.shampoo.plan.grid import cut
-from megatron.shampoo.plan.owners import block_cost
+from megatron.shampoo.plan.owners import FULL, MOST_RECEIVED, block_cost
 from megatron.shampoo.plan.parts import MatrixParameter, Part, Span
 from megatron.shampoo.plan.plan import Plan, make_plan
 from megatron.shampoo.plan.schedule import make_schedule, owned_numel, scatter_copies
@@ -169,6 +169,7 @@ def cases(draw: st.DrawFn) -> Case:
         momentum_placement=draw(st.sampled_from(MomentumPlacement)),
         block_size=draw(st.integers(1, 6)),
         refresh_interval=draw(st.integers(1, 7)),
+        ownership=draw(st.sampled_from(Ownership)),
     )
     return Case(matrices, alignment, config, draw(st.integers(0, 2**32 - 1)))
 
@@ -330,14 +331,36 @@ def test_fragments_make_up_the_block_and_lie_in_their_ranks_shard(case: Case, nu
 
 @FEW
 @given(cases(), DATA_PARALLEL)
-def test_owner_holds_most_of_its_block(case: Case, num_ranks: int) -> None:
-    plan = case.plan(1, 0, num_ranks, cuts=True)
+def test_a_local_owner_holds_most_of_its_block(case: Case, num_ranks: int) -> None:
+    plan = with_ownership(case, Ownership.LOCAL).plan(1, 0, num_ranks, cuts=True)
     assert len(plan.owners) == len(plan.blocks)
     for owner, fragments in zip(plan.owners, plan.fragments, strict=True):
         held = {fragment.rank: fragment.numel for fragment in fragments}
         assert held[owner] == max(held.values())
     for index, fragments in enumerate(plan.fragments):
-        assert plan.is_cut(index) == (len({fragment.rank for fragment in fragments}) > 1)
+        assert plan.is_cut(index) == plan.travels(index) == (len({fragment.rank for fragment in fragments}) > 1)
+
+
+@FEW
+@given(cases(), DATA_PARALLEL)
+def test_balanced_owners_lower_the_largest_load_within_the_bound_on_travel(case: Case, num_ranks: int) -> None:
+    local = with_ownership(case, Ownership.LOCAL).plan(1, 0, num_ranks, cuts=True)
+    balanced = with_ownership(case, Ownership.BALANCED).plan(1, 0, num_ranks, cuts=True)
+    costs = [block_cost(block.shape, block.sides, case.config) for block in local.blocks]
+    room = FULL * sum(costs) / num_ranks
+    assert sum(balanced.load()) == pytest.approx(sum(costs))
+    # Only a rank without room gives a block away, to one that has less work than itself.
+    assert max(balanced.load()) <= max(max(local.load()), room) + max(costs) + 1e-6 * sum(costs)
+    received = [0] * num_ranks
+    numel = sum(block.numel for block in balanced.blocks)
+    for index, (owner, before) in enumerate(zip(balanced.owners, local.owners, strict=True)):
+        elsewhere = sum(fragment.numel for fragment in balanced.fragments[index] if fragment.rank != owner)
+        received[owner] += elsewhere if owner != before else 0
+    assert max(received) <= MOST_RECEIVED * numel / num_ranks
+
+
+def with_ownership(case: Case, ownership: Ownership) -> Case:
+    return dataclasses.replace(case, config=dataclasses.replace(case.config, ownership=ownership))
 
 
 @FEW

@@ -20,6 +20,7 @@ from megatron.shampoo import Grafting, Shampoo, ShampooConfig
 from megatron.shampoo.config import (
     Method,
     MomentumPlacement,
+    Ownership,
     Precision,
     Qkv,
     Side,
@@ -42,6 +43,7 @@ BAD = {
     "block_size": (0, -1, 1.5, "8", None, True),
     "max_dim": (-1, 1.0, "64", True, False),
     "qkv": ("Split", "head", "", None, True),
+    "ownership": ("Local", "even", "", None, True),
     "tp_alignment": (0, -2, 1.0, "2", True),
     "refresh_interval": (0, -10, 2.5, "10", None, False),
     "refresh_tolerance": (-0.1, 1.0, 1.5, math.nan, math.inf, "0.1", None, True),
@@ -66,6 +68,7 @@ GOOD = {
     "block_size": (1, 4096),
     "max_dim": (None, 0, 1, 4096),
     "qkv": ("split", "heads", "fused", Qkv.HEADS),
+    "ownership": ("local", "balanced", Ownership.BALANCED),
     "tp_alignment": (None, 1, 8),
     "refresh_interval": (1, 1000),
     "refresh_tolerance": (0, 0.0),
@@ -84,6 +87,7 @@ ENUMS = {
     "weight_decay_mode": WeightDecay,
     "solver": Solver,
     "qkv": Qkv,
+    "ownership": Ownership,
     "factor_dtype": Precision,
     "root_dtype": Precision,
 }

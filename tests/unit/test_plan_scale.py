@@ -27,11 +27,14 @@ SHAPES = {
 }
 
 
-def gpt(num_ranks: int, sharded: bool, config: ShampooConfig) -> list[MatrixParameter]:
-    """The matrices of a 24-layer GPT; with `sharded` one flat buffer of them is cut into equal shards."""
+def gpt(num_ranks: int, sharded: bool, config: ShampooConfig, others: int = 0) -> list[MatrixParameter]:
+    """The matrices of a 24-layer GPT; with `sharded` one flat buffer of them is cut into equal shards.
+
+    Before the matrices the buffer holds `others` elements that are not preconditioned, the embeddings say.
+    """
     shapes = [(f"layers.{layer}.{name}", layer, shape) for layer in range(LAYERS) for name, shape in SHAPES.items()]
-    shard = -(-sum(rows * columns for _, _, (rows, columns) in shapes) // num_ranks)
-    parameters, start = [], 0
+    shard = -(-(others + sum(rows * columns for _, _, (rows, columns) in shapes)) // num_ranks)
+    parameters, start = [], others
     for name, layer, shape in shapes:
         stop = start + shape[0] * shape[1]
         spans = []
@@ -46,9 +49,13 @@ def gpt(num_ranks: int, sharded: bool, config: ShampooConfig) -> list[MatrixPara
     return parameters
 
 
-def plan_gpt(num_ranks: int, block_size: int, sharded: bool = True, **settings: Any) -> Plan:
+def plan_gpt(num_ranks: int, block_size: int, sharded: bool = True, others: int = 0, **settings: Any) -> Plan:
     config = ShampooConfig(block_size=block_size, **settings)
-    return make_plan(gpt(num_ranks, sharded, config), num_ranks, config, 1)
+    return make_plan(gpt(num_ranks, sharded, config, others), num_ranks, config, 1)
+
+
+def imbalance(load: list[float]) -> float:
+    return max(load) * len(load) / sum(load)
 
 
 def test_a_thousand_ranks_with_blocks_smaller_than_a_shard_are_balanced() -> None:
@@ -69,6 +76,52 @@ def test_a_thousand_ranks_with_blocks_smaller_than_a_shard_are_balanced() -> Non
 def test_one_node_is_balanced(num_ranks: int, sharded: bool, method: str) -> None:
     load = plan_gpt(num_ranks, 512, sharded, method=method).load()
     assert max(load) <= 1.1 * sum(load) / len(load)
+
+
+EMBEDDINGS = 51200 * HIDDEN
+
+
+@pytest.mark.parametrize("block_size", [256, 512])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 64])
+def test_balanced_ownership_brings_work_to_ranks_that_hold_embeddings(num_ranks: int, block_size: int) -> None:
+    local = plan_gpt(num_ranks, block_size, others=EMBEDDINGS)
+    balanced = plan_gpt(num_ranks, block_size, others=EMBEDDINGS, ownership="balanced")
+    assert imbalance(local.load()) > 1.15
+    assert imbalance(balanced.load()) <= 1.10
+    assert sum(balanced.load()) == pytest.approx(sum(local.load()))
+
+
+def test_balanced_ownership_helps_a_rank_that_holds_every_block() -> None:
+    plan = plan_gpt(4, 512, others=3 * LAYERS * 12 * HIDDEN**2, ownership="balanced")
+    assert {fragment.rank for fragments in plan.fragments for fragment in fragments} == {3}
+    assert imbalance(plan.load()) <= 1.10
+    received = [sum(message.numel for message in make_schedule(plan, rank).receives) for rank in range(4)]
+    assert received[3] == 0 < min(received[:3]) <= max(received) <= 1.25 * LAYERS * 12 * HIDDEN**2 / 4
+
+
+def test_balanced_ownership_moves_nothing_where_work_is_even_already() -> None:
+    local, balanced = (plan_gpt(8, 512, ownership=ownership) for ownership in ("local", "balanced"))
+    assert imbalance(local.load()) <= 1.05
+    assert balanced.owners == local.owners
+
+
+def test_refreshes_of_a_rank_stay_spread_over_the_turns() -> None:
+    plan = plan_gpt(4, 256, others=EMBEDDINGS, ownership="balanced")
+    for rank in range(4):
+        turns = [0] * 10
+        for block, owner in zip(plan.blocks, plan.owners, strict=True):
+            turns[block.ordinal % 10] += owner == rank
+        assert max(turns) <= 1.2 * sum(turns) / len(turns), (rank, turns)
+
+
+def test_balanced_ownership_of_many_blocks_and_ranks_is_within_the_bounds() -> None:
+    plan = plan_gpt(1024, 128, others=EMBEDDINGS, ownership="balanced")
+    assert imbalance(plan.load()) <= 20 / 18 + 1e-6  # 18 equal blocks to a rank on average
+    mean = LAYERS * 12 * HIDDEN**2 / 1024
+    received = [0] * 1024
+    for index, owner in enumerate(plan.owners):
+        received[owner] += sum(fragment.numel for fragment in plan.fragments[index] if fragment.rank != owner)
+    assert max(received) <= 1.25 * mean
 
 
 @pytest.mark.parametrize("method", [*Method])

@@ -72,6 +72,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "limited sides, now other ones": ({"max_dim": 0}, {"max_dim": 64}, "max_dim"),
     "keys and values split, now by heads": ({}, {"qkv": "heads"}, "qkv"),
     "fused, now split": ({"qkv": "fused"}, {}, "qkv"),
+    "other owners": ({}, {"ownership": "balanced"}, "ownership"),
 }
 
 

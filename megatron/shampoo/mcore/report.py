@@ -35,6 +35,7 @@ class _Share:
 
     lines: list[_Line]
     cut: int
+    travelling: int
     num_blocks: int
     sent_bytes: int
     balance: float
@@ -60,15 +61,12 @@ def _share_of(routes: Sequence[Route], optimizers: Sequence[Shampoo]) -> _Share:
     speaks = _speaks_for()
     lines = [_line(route, optimizers) for route in routes if speaks[route.is_expert]]
     loads = [_balance(optimizer.plan) for optimizer in optimizers if optimizer.plan.blocks]
-    ranks = [optimizer.placement.rank for optimizer in optimizers]
+    owned = [(it.plan, block) for it in optimizers for stack in it.schedule.stacks for block in stack.blocks]
     return _Share(
         lines=lines,
-        cut=sum(
-            optimizer.plan.owners[index] == rank and optimizer.plan.is_cut(index)
-            for optimizer, rank in zip(optimizers, ranks, strict=True)
-            for index in range(len(optimizer.plan.blocks))
-        ),
-        num_blocks=sum(len(stack.blocks) for optimizer in optimizers for stack in optimizer.schedule.stacks),
+        cut=sum(plan.is_cut(block) for plan, block in owned),
+        travelling=sum(plan.travels(block) for plan, block in owned),
+        num_blocks=len(owned),
         sent_bytes=sum(optimizer.planned_bytes for optimizer in optimizers),
         balance=max(loads, default=1.0),
     )
@@ -139,7 +137,9 @@ def _text(shares: Sequence[_Share], optimizers: Sequence[Shampoo]) -> str:
         *(f"  method: {_method(optimizer)}" for optimizer in optimizers[:1]),
         f"  factors: {factors}, about {factors / interval:.1f} refreshed per step (every {interval} steps, by turns)",
         f"  blocks cut by shard borders: {sum(share.cut for share in shares)} of "
-        f"{sum(share.num_blocks for share in shares)}; exchanged bytes per step: {sum(s.sent_bytes for s in shares):,}",
+        f"{sum(share.num_blocks for share in shares)}; that travel to their owner: "
+        f"{sum(share.travelling for share in shares)}; exchanged bytes per step: {sum(s.sent_bytes for s in shares):,}",
+        *(f"  owners: {optimizer.config.ownership}" for optimizer in optimizers[:1]),
         f"  balance over data-parallel ranks (max/mean of the cost model): "
         f"{max((share.balance for share in shares), default=1.0):.2f}",
         "----- end of shampoo -----",

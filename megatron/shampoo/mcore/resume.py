@@ -47,7 +47,7 @@ _LAYOUT = (
 )
 """Megatron's arguments that decide which blocks a rank owns: precision, overlap and buckets move shard borders."""
 
-_GRID = ("block_size", "tp_alignment", "refresh_interval", "max_dim", "qkv")
+_GRID = ("block_size", "tp_alignment", "ownership", "refresh_interval", "max_dim", "qkv")
 """Our settings that decide the blocks, their owners and their turns."""
 
 _STATE = (

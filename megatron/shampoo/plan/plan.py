@@ -34,6 +34,10 @@ class Plan:
         """Whether the block has fragments on more than one rank."""
         return len(self.fragments[block]) > 1
 
+    def travels(self, block: int) -> bool:
+        """Whether a rank other than the owner holds some of the block."""
+        return any(fragment.rank != self.owners[block] for fragment in self.fragments[block])
+
     def name_of(self, block: int) -> str:
         """Global name of a block, for messages, e.g. `decoder.layers.0.mlp.linear_fc2.weight[weight 1,0]`."""
         it = self.blocks[block]

@@ -16,6 +16,11 @@ def launcher() -> Iterator[Launcher]:
         yield running
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the layout suite, here since pytest reads those of a folder's own conftest too late."""
+    parser.addoption("--all-layouts", action="store_true", help="run every layout, not only the quick ones")
+
+
 def pytest_configure() -> None:
     """One thread: the tests' matrices are so small that a second thread only waits, and others may use it."""
     import torch

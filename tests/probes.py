@@ -34,16 +34,24 @@ def count() -> dict[str, Any]:
             return original(self, closure)
         finally:
             inside[0] = False
+            name = self.plan.parameters[0].name if self.plan.parameters else ""
+            steps = seen["optimizers"].get(name, {"steps": 0})["steps"] + 1
             seen["steps"] += 1
-            seen["optimizers"][self.plan.parameters[0].name if self.plan.parameters else ""] = _figures(self)
+            seen["optimizers"][name] = _figures(self) | {"steps": steps}
 
     Shampoo.step = step  # type: ignore[method-assign]
     return seen
 
 
 def _figures(optimizer: Any) -> dict[str, Any]:
-    plan = optimizer.plan
+    import torch.distributed as dist
+
+    plan, group = optimizer.plan, optimizer.placement.group
     return {
+        "group": [] if group is None else dist.get_process_group_ranks(group),
+        "expert": bool(optimizer.param_groups and optimizer.param_groups[0]["is_expert_parallel"]),
+        "replicated": plan.replicated,
+        "balance": max(plan.load()) * plan.num_ranks / (sum(plan.load()) or 1.0),
         "parameters": [parameter.name for parameter in plan.parameters],
         "blocks": len(plan.blocks),
         "owned": sum(len(stack.blocks) for stack in optimizer.schedule.stacks),
@@ -91,6 +99,39 @@ def drop_fragment() -> None:
         return flat
 
     BlockExchange._packed = packed  # type: ignore[method-assign]
+
+
+def number_units_by_rank() -> None:
+    """Negative control: layers and experts are numbered from the first that a rank holds, and so are refresh turns."""
+    import dataclasses
+
+    from megatron.shampoo import optimizer
+
+    original = optimizer.make_plan
+
+    def make_plan(parameters: Any, *args: Any) -> Any:
+        first = {it.family: min(other.unit for other in parameters if other.family == it.family) for it in parameters}
+        return original([dataclasses.replace(it, unit=it.unit - first[it.family]) for it in parameters], *args)
+
+    optimizer.make_plan = make_plan
+
+
+def count_frozen() -> dict[str, Any]:
+    """Like `count`; the first layer's MLP and the embedding of positions are frozen."""
+    from megatron.core.models.gpt import GPTModel
+
+    original = GPTModel.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        layers = [layer.mlp for layer in self.decoder.layers if layer.layer_number == 1]
+        positions = [self.embedding.position_embeddings] if self.pre_process else []
+        for module in (*layers, *positions):
+            module.requires_grad_(False)
+
+    GPTModel.__init__ = init  # type: ignore[method-assign]
+    return count()
 
 
 def spoil_gradient() -> dict[str, Any]:

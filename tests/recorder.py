@@ -95,7 +95,7 @@ class Recorder:
 
 
 def parallel_position() -> dict[str, int]:
-    """This rank's coordinates and the group sizes: tp, pp, dp, ep and tp_size, pp_size, dp_size, ep_size."""
+    """This rank's coordinates and the group sizes: tp, pp, dp, ep, etp and tp_size, ...; dp counts the context too."""
     from megatron.core import parallel_state as mpu
 
     return {
@@ -103,10 +103,12 @@ def parallel_position() -> dict[str, int]:
         "pp": mpu.get_pipeline_model_parallel_rank(),
         "dp": mpu.get_data_parallel_rank(with_context_parallel=True),
         "ep": mpu.get_expert_model_parallel_rank(),
+        "etp": mpu.get_expert_tensor_parallel_rank(),
         "tp_size": mpu.get_tensor_model_parallel_world_size(),
         "pp_size": mpu.get_pipeline_model_parallel_world_size(),
         "dp_size": mpu.get_data_parallel_world_size(with_context_parallel=True),
         "ep_size": mpu.get_expert_model_parallel_world_size(),
+        "etp_size": mpu.get_expert_tensor_parallel_world_size(),
     }
 
 
@@ -117,10 +119,13 @@ def local_parameters(model: list[Any]) -> Iterator[dict[str, Any]]:
         model: the model chunks of this pipeline stage, as Megatron wraps them.
 
     Yields:
-        name (layers counted from 0 over all stages), data, partition_dim (-1: replicated over tensor-parallel
-        ranks), stride (2: the slice holds its share of gate and of up, one after the other).
+        name (layers counted from 0 over all stages, experts over all ranks), data, partition_dim (-1: replicated over
+        tensor-parallel ranks), stride (2: the slice holds its share of gate and of up, one after the other), expert
+        (whether it belongs to one of a layer's experts).
     """
     from megatron.core.utils import unwrap_model
+
+    expert_rank = parallel_position()["ep"]
 
     for chunk in unwrap_model(model):
         layer_names = {
@@ -132,13 +137,22 @@ def local_parameters(model: list[Any]) -> Iterator[dict[str, Any]]:
             layer = next((local for local in layer_names if name.startswith(local + ".")), None)
             sliced = getattr(param, "tensor_model_parallel", False)
             name = name if layer is None else layer_names[layer] + name.removeprefix(layer)
+            expert = re.search(r"\.local_experts\.(\d+)\.", name)
+            if expert is not None:
+                number = expert_rank * _experts_per_rank(chunk) + int(expert[1])
+                name = f"{name[: expert.start()]}.local_experts.{number}.{name[expert.end() :]}"
             tied = name == OUTPUT and getattr(param, "shared_embedding", False)
             yield {
                 "name": EMBEDDING if tied else name,
                 "data": param.detach().clone(),
                 "partition_dim": param.partition_dim if sliced else -1,
                 "stride": param.partition_stride if sliced else 1,
+                "expert": expert is not None,
             }
+
+
+def _experts_per_rank(chunk: Any) -> int:
+    return chunk.config.num_moe_experts // chunk.config.expert_model_parallel_size
 
 
 def join_slices(slices: list[torch.Tensor], partition_dim: int, stride: int) -> torch.Tensor:
@@ -171,7 +185,6 @@ def gather_parameters(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
 
     Raises:
         AssertionError: replicas differ: data-parallel ones, tensor-parallel ones, or the tied embedding's two.
-        NotImplementedError: experts are spread over ranks.
     """
     import torch
 
@@ -179,10 +192,8 @@ def gather_parameters(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
     cuts: dict[str, tuple[int, int]] = {}
     for path in paths:
         dump = torch.load(path, weights_only=True)
-        if dump["position"]["ep_size"] > 1:
-            raise NotImplementedError("gathering parameters over expert-parallel ranks")
         for entry in dump["parameters"]:
-            name, rank = entry["name"], dump["position"]["tp"]
+            name, rank = entry["name"], dump["position"]["etp" if entry["expert"] else "tp"]
             cuts[name] = (entry["partition_dim"], entry["stride"])
             slice_index = rank if entry["partition_dim"] >= 0 else 0
             first = slices.setdefault(name, {}).setdefault(slice_index, entry["data"])

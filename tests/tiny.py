@@ -108,33 +108,47 @@ class Layout:
 
     tp: int = 1
     """Tensor-parallel size."""
+    cp: int = 1
+    """Context-parallel size."""
     pp: int = 1
     """Pipeline stages."""
     vpp: int = 1
     """Model chunks per stage; above 1 the number of layers must be divisible by ``pp * vpp``."""
     dp: int = 1
     """Data-parallel size."""
+    ep: int = 1
+    """Expert-parallel size; divides the ranks of a stage that expert tensor parallelism leaves."""
+    etp: int | None = None
+    """Expert tensor-parallel size; None for Megatron's default, the tensor-parallel size."""
     sp: bool = False
     """Sequence parallelism."""
     distributed: bool = True
     """Megatron's distributed optimizer."""
+    instances: int = 1
+    """Distributed optimizer instances: the data-parallel ranks are cut into as many groups, each with all shards."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def flags(self) -> list[str]:
         """The layout's flags; the data-parallel size is what the number of ranks leaves."""
         flags = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
+        flags += ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []
         flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)] if self.vpp > 1 else []
+        flags += ["--expert-model-parallel-size", str(self.ep)] if self.ep > 1 else []
+        flags += ["--expert-tensor-parallel-size", str(self.etp)] if self.etp else []
         flags += ["--sequence-parallel"] if self.sp else []
+        flags += ["--num-distributed-optimizer-instances", str(self.instances)] if self.instances > 1 else []
         return flags + (["--use-distributed-optimizer"] if self.distributed else [])
 
     def __str__(self) -> str:
-        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "DP": self.dp}
+        sizes = {"TP": self.tp, "CP": self.cp, "PP": self.pp, "VPP": self.vpp, "DP": self.dp, "EP": self.ep}
         name = "x".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"
+        name += f" ETP{self.etp}" if self.etp else ""
+        name += f" {self.instances} instances" if self.instances > 1 else ""
         return name + (" SP" if self.sp else "") + ("" if self.distributed else " replicated optimizer")
 
 

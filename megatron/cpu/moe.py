@@ -1,11 +1,14 @@
-"""Mixture of experts on CPU: split sizes as the collective wants them, weights that do not depend on the layout."""
+"""Mixture of experts on CPU: sizes as gloo's collectives want them, weights that do not depend on the layout."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -32,6 +35,59 @@ def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup, lengths: Sequence[int]) -> torch.Tensor:
+    """Gather different numbers of rows from every rank, which gloo's own gather refuses.
+
+    Args:
+        rows: this rank's, `(lengths[rank], ...)`.
+        group: the ranks.
+        lengths: number of rows of each rank.
+
+    Returns:
+        All rows, `(sum(lengths), ...)`, rank after rank.
+
+    Collective: every rank of the group.
+    """
+    longest = max(lengths)
+    padded = rows.new_zeros(longest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = rows.new_empty(len(lengths), *padded.shape)
+    dist.all_gather_into_tensor(gathered.view(-1, *rows.shape[1:]), padded, group=group)
+    return torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)])
+
+
+def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup, lengths: Sequence[int]) -> torch.Tensor:
+    """Add up all ranks' rows and give each rank its share, of a length of its own.
+
+    Args:
+        rows: `(sum(lengths), ...)`, on every rank.
+        group: the ranks.
+        lengths: number of rows that each rank gets.
+
+    Returns:
+        This rank's rows of the sum, `(lengths[rank], ...)`.
+
+    Collective: every rank of the group.
+    """
+    total = rows.clone()
+    dist.all_reduce(total, group=group)
+    return total.split(list(lengths))[group.rank()]
+
+
+def _allow_uneven_rows(original: Callable[..., torch.Tensor], uneven: Callable[..., torch.Tensor]) -> Callable:
+    """One of Megatron's two collectives along the first dimension, with `uneven` where it is given lengths."""
+
+    @functools.wraps(original)
+    def collective(
+        input_: torch.Tensor, group: dist.ProcessGroup, lengths: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if lengths is None or group.size() == 1:
+            return original(input_, group, lengths, use_global_buffer)
+        return uneven(input_, group, [int(length) for length in lengths])
+
+    return collective
+
+
 def _keep_place_in_stream() -> None:
     """Give every expert the seeds of its global index, whichever expert-parallel rank holds it."""
     original = SequentialMLP.__init__
@@ -48,6 +104,10 @@ def _keep_place_in_stream() -> None:
 
 
 def install() -> None:
-    """Replace the two functions in Megatron 0.19."""
+    """Replace the functions in Megatron 0.19."""
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    mappings._gather_along_first_dim = _allow_uneven_rows(mappings._gather_along_first_dim, gather_rows)
+    mappings._reduce_scatter_along_first_dim = _allow_uneven_rows(
+        mappings._reduce_scatter_along_first_dim, reduce_scatter_rows
+    )
     _keep_place_in_stream()

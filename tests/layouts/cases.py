@@ -31,8 +31,9 @@ a shared one."""
 FP32 = {"loss": 1e-5, "gradient norm": 1e-5, "parameter": 1e-4}
 """Relative tolerances. Rounding alone: gradients of two layouts differ by about 1e-7, and ten steps of an optimizer that
 forgets the gradient's scale amplify that; plain Adam differs as much."""
-HALF = {"loss": 2e-3, "gradient norm": 2e-2, "parameter": 2e-2}
-"""With activations in bfloat16 or float16, whose rounding depends on the layout."""
+HALF = {"loss": 1e-3, "gradient norm": 3e-2, "parameter": 4e-2}
+"""With activations in bfloat16 or float16, whose rounding depends on the layout. Parameters: matrices alone. Biases and
+norms begin at 0 or 1 and are small beside the differences that Adam makes of rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,15 @@ class Case:
     """What the settings are, in words; they make a model of their own in the table."""
     probe: str = "count"
     """Function of `tests.probes`, on one rank too."""
-    tolerances: tuple[tuple[str, float], ...] = tuple(FP32.items())
+    is_half: bool = False
+    """Whether activations are in half precision."""
     quick: bool = False
     """Whether `make test` runs it; `make layouts` runs all."""
+
+    @property
+    def tolerances(self) -> dict[str, float]:
+        """Relative, by what is compared."""
+        return HALF if self.is_half else FP32
 
     @property
     def name(self) -> str:
@@ -73,8 +80,8 @@ def _cases(model: str, *layouts: Layout, **options: object) -> list[Case]:
     return [Case(model=model, layout=layout, **options) for layout in layouts]  # type: ignore[arg-type]
 
 
-BF16 = {"settings": (*LATE, "--bf16"), "setting": "bf16", "tolerances": tuple(HALF.items())}
-FP16 = {"settings": (*LATE, "--fp16", "--initial-loss-scale", "1024"), "setting": "fp16", "tolerances": tuple(HALF.items())}
+BF16 = {"settings": (*LATE, "--bf16"), "setting": "bf16", "is_half": True}
+FP16 = {"settings": (*LATE, "--fp16", "--initial-loss-scale", "1024"), "setting": "fp16", "is_half": True}
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 CASES = [

@@ -52,11 +52,15 @@ class Model:
             record=["parameters"],
         ).check()
 
-    def worst(self, result: RunResult, *settings: str, probe: str = "count") -> dict[str, float]:
-        """Worst relative differences of a run from the one on one rank."""
+    def worst(
+        self, result: RunResult, *settings: str, probe: str = "count", matrices_only: bool = False
+    ) -> dict[str, float]:
+        """Worst relative differences of a run from the one on one rank, of all parameters or of matrices alone."""
         alone = self.alone(*settings, probe=probe)
         parameters, expected = compared(result), compared(alone)
         assert parameters.keys() == expected.keys()
+        if matrices_only:
+            expected = {name: tensor for name, tensor in expected.items() if tensor.ndim > 1}
         return {
             "loss": relative(result.losses, alone.losses),
             "gradient norm": relative(result.grad_norms, alone.grad_norms),
@@ -125,9 +129,7 @@ def _replicas(result: RunResult, record: dict[str, Any], expert: bool, instances
     same = ("etp", "ep", "pp") if expert else ("tp", "pp")
     mine = record["position"]
     ranks = [
-        rank
-        for rank, other in enumerate(result.records)
-        if all(other["position"][axis] == mine[axis] for axis in same)
+        rank for rank, other in enumerate(result.records) if all(other["position"][axis] == mine[axis] for axis in same)
     ]
     size = len(ranks) // instances
     first = ranks.index(record["rank"]) // size * size
@@ -141,5 +143,8 @@ def check_grid(result: RunResult, alone: RunResult) -> None:
 
 def _grid(result: RunResult) -> set[str]:
     return {
-        repr(row) for record in result.records for ours in record["setup"]["optimizers"].values() for row in ours["grid"]
+        repr(row)
+        for record in result.records
+        for ours in record["setup"]["optimizers"].values()
+        for row in ours["grid"]
     }

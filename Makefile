@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo bench compare test lint format freeze clean
+.PHONY: help install demo bench compare layouts test lint format freeze clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ bench: $(STAMP)  ## time the optimizers against each other, about an hour (BENCH
 
 compare: $(STAMP)  ## train a small GPT with every optimizer, rates tuned, more than an hour (COMPARE="--help" for options)
 	@$(RUN) tools/compare.py $(COMPARE)
+
+layouts: $(STAMP)  ## one training run on every parallel layout, about 4 minutes (LAYOUTS="-k MoE" for a part)
+	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal tests/layouts --all-layouts $(LAYOUTS)
 
 test: $(STAMP)  ## run the whole test suite, on up to 4 cores (TESTS="tests/unit -k plan" for a part)
 	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal $(TESTS)

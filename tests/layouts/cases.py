@@ -24,13 +24,13 @@ MODELS = {
     "multi-query": tiny_llama(num_layers=2, heads=8, query_groups=1),
     "MoE": [*tiny_llama(num_layers=2, heads=8, query_groups=4), *EXPERTS],
 }
-"""GPT: learned positions, LayerNorm, biases, tied embeddings. Llama: rope, RMSNorm, SwiGLU, 8 heads in 4 query groups, no
-biases, untied embeddings. Multi-query: one query group. MoE: the Llama with 4 experts in each layer, two for a token, and
-a shared one."""
+"""GPT: learned positions, LayerNorm, biases, tied embeddings. Llama: rope, RMSNorm, SwiGLU, 8 heads in 4 query groups,
+no biases, untied embeddings. Multi-query: one query group. MoE: the Llama with 4 experts in a layer, two for a token,
+and a shared one."""
 
 FP32 = {"loss": 1e-5, "gradient norm": 1e-5, "parameter": 1e-4}
-"""Relative tolerances. Rounding alone: gradients of two layouts differ by about 1e-7, and ten steps of an optimizer that
-forgets the gradient's scale amplify that; plain Adam differs as much."""
+"""Relative tolerances. Rounding alone: gradients of two layouts differ by about 1e-7, and ten steps of an optimizer
+that forgets the gradient's scale amplify that; plain Adam differs as much."""
 HALF = {"loss": 1e-3, "gradient norm": 3e-2, "parameter": 4e-2}
 """With activations in bfloat16 or float16, whose rounding depends on the layout. Parameters: matrices alone. Biases and
 norms begin at 0 or 1 and are small beside the differences that Adam makes of rounding."""

@@ -57,8 +57,9 @@ def adapt_megatron_if_needed() -> bool:
     """
     if not install_if_needed():
         return False
-    from megatron.cpu import moe, norm, weights
+    from megatron.cpu import attention, moe, norm, weights
 
+    attention.install()
     moe.install()
     norm.install()
     weights.install()

@@ -1,8 +1,8 @@
 """Attention of Megatron's local layers on CPU, also for a sequence that is cut over context-parallel ranks.
 
 Megatron leaves context parallelism and heads whose keys and values differ in width (multi-latent attention) to
-Transformer Engine. Here every context-parallel rank gathers all keys and values and computes the rows of its own queries;
-the gradients of keys and values are added up over the ranks on the way back.
+Transformer Engine. Here every context-parallel rank gathers all keys and values and computes the rows of its own
+queries; the gradients of keys and values are added up over the ranks on the way back.
 
 Megatron cuts a sequence into 2 c chunks for c context-parallel ranks and gives rank r the chunks r and 2 c - 1 - r, so
 that all ranks have the same work under a causal mask.
@@ -119,9 +119,9 @@ class CpuAttention(DotProductAttention):
 
 def _gather(tensor: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
     """All ranks' tensors along the first dimension; backwards the sum over ranks of what each rank needs of it."""
-    return gather_from_sequence_parallel_region(tensor, tensor_parallel_output_grad=True, group=group)  # type: ignore[no-any-return]
+    return gather_from_sequence_parallel_region(tensor, tensor_parallel_output_grad=True, group=group)
 
 
 def install() -> None:
     """Let Megatron's local layers attend by `CpuAttention`."""
-    LocalSpecProvider.core_attention = lambda self: CpuAttention  # type: ignore[method-assign]
+    LocalSpecProvider.core_attention = lambda self: CpuAttention

@@ -74,6 +74,7 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
     return lambda value: getattr(value, "name", value) not in (None, *allowed)
 
 
+_A2A = _other_than("p2p", "all_gather")
 _CUDA_GRAPHS = "CUDA graphs need a GPU"
 _TRANSFORMER_ENGINE = "it is Transformer Engine's"
 _NCCL = "NCCL moves GPU memory only"
@@ -92,6 +93,8 @@ VALUE_REFUSALS = (
             "allgather, alltoall", "the flex dispatcher is a CUDA library"),
     Refusal("cpu_offloading_num_layers", "--cpu-offloading-num-layers", _more_than(0), "0",
             "activations are on the CPU already"),
+    Refusal("cp_comm_type", "--cp-comm-type", lambda value: any(_A2A(kind) for kind in value or ()), "p2p, all_gather",
+            "keys and values are gathered"),
     Refusal("fp8", "--fp8-format", _is_set, "leave it out", _USE_BF16),
     Refusal("fp4", "--fp4-format", _is_set, "leave it out", _USE_BF16),
     Refusal("nccl_ub", "--use-nccl-ub", _is_set, "leave it out", _NCCL),
@@ -108,7 +111,7 @@ SWITCH_REFUSALS = {
     "fp8_param_gather": _USE_BF16,
     "fused_residual_rmsnorm": _TRANSFORMER_ENGINE,
     "gpu_sniff_test_interval": "there is no GPU to test",
-    "hierarchical_context_parallel_sizes": "context parallelism needs Transformer Engine's attention",
+    "hierarchical_context_parallel_sizes": "keys and values are gathered over the whole context-parallel group",
     "inprocess_restart": "it watches CUDA devices; let the launcher restart the run",
     "moe_enable_deepep": "DeepEP is a CUDA library; use --moe-token-dispatcher-type alltoall",
     "moe_grouped_gemm": "grouped GEMM is a CUDA kernel; without it experts run one after another",
@@ -181,11 +184,19 @@ class CpuArgumentParser:
         for refusal in REFUSALS:
             value = getattr(args, refusal.dest, None)
             if refusal.is_refused(value):
-                # Not parser.error: Megatron's usage is six hundred lines long.
-                self._parser.exit(2, f"{self._parser.prog}: error: {refusal.message(value)}\n")
+                self._refuse(refusal.message(value))
+        if args.context_parallel_size > 1 and args.window_size is not None:
+            self._refuse(
+                f"--window-size {args.window_size}: on CPU (torch finds no CUDA device) it is allowed with "
+                "--context-parallel-size 1 alone; leave one of the two out."
+            )
         if int(os.environ.get("RANK", "0")) == 0:
             print(self._report(args), flush=True)
         return args
+
+    def _refuse(self, message: str) -> None:
+        # Not parser.error: Megatron's usage is six hundred lines long.
+        self._parser.exit(2, f"{self._parser.prog}: error: {message}\n")
 
     def _report(self, args: argparse.Namespace) -> str:
         changed = [

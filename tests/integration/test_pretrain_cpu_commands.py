@@ -43,12 +43,12 @@ def test_help_describes_every_flag() -> None:
 @pytest.mark.parametrize(
     ("flags", "layout", "message"),
     [
-        (["--context-parallel-size", "2"], Layout(dp=2), "--context-parallel-size 2: cannot run on CPU"),
+        (["--transformer-impl", "transformer_engine"], Layout(dp=2), "transformer_engine: cannot run on CPU"),
         (["--num-layers", "5"], Layout(pp=2), "layers should be divisible by the pipeline-model-parallel size"),
         (["--load", "no/such", "--exit-on-missing-checkpoint"], Layout(), "--load no/such: holds no checkpoint"),
         (["--no-such-flag"], Layout(), "unrecognized arguments: --no-such-flag"),
     ],
-    ids=["CP", "layers", "load", "unknown"],
+    ids=["TE", "layers", "load", "unknown"],
 )
 def test_a_mistake_ends_the_run_with_one_last_line(
     launcher: Launcher, flags: list[str], layout: Layout, message: str

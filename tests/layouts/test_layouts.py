@@ -107,11 +107,12 @@ def test_soap_without_damping_is_another_run_on_every_layout(models: Models) -> 
     ("layout", "flags"),
     [
         (Layout(dp=2), ()),
+        (Layout(cp=2), ()),
         (Layout(dp=4, instances=2), ()),
         (Layout(dp=2), ("--overlap-grad-reduce", "--overlap-param-gather")),
         (Layout(dp=3), ("--shampoo-ownership", "balanced")),
     ],
-    ids=["DP2", "2 instances", "overlap", "balanced owners"],
+    ids=["DP2", "CP2", "2 instances", "overlap", "balanced owners"],
 )
 def test_a_dropped_fragment_is_seen(models: Models, layout: Layout, flags: tuple[str, ...]) -> None:
     """One fragment of one cut block is lost on its way to the owner."""

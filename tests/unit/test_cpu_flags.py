@@ -84,6 +84,20 @@ def test_defaults_of_megatron_and_what_a_cpu_can_run_are_accepted() -> None:
     run_in_child(check)
 
 
+def test_a_window_and_context_parallelism_exclude_each_other() -> None:
+    def check() -> None:
+        cpu.install_if_needed()
+        both = ["--window-size", "8,0", "--context-parallel-size", "2"]
+        args, _, error = parse(both)
+        assert args is None
+        assert error.startswith("pretrain_gpt.py: error: --window-size (8, 0): on CPU")
+        assert len(error.splitlines()) == 1
+        assert parse(both[:2])[0] is not None
+        assert parse(both[2:])[0] is not None
+
+    run_in_child(check)
+
+
 def test_rank_0_alone_says_in_one_line_what_was_set() -> None:
     def check() -> None:
         from megatron.cpu.flags import CPU_DEFAULTS

@@ -137,9 +137,9 @@ def test_replicas_that_differ_are_named(tmp_path: Path, same: bool) -> None:
     paths = []
     for dp in range(2):
         data = torch.ones(2) + (0.0 if same else dp * 1e-6)
-        entry = {"name": "final_layernorm.weight", "data": data, "partition_dim": -1, "stride": 1}
+        entry = {"name": "final_layernorm.weight", "data": data, "partition_dim": -1, "stride": 1, "expert": False}
         paths.append(tmp_path / f"rank{dp}.pt")
-        torch.save({"position": {"tp": 0, "ep_size": 1}, "parameters": [entry]}, paths[-1])
+        torch.save({"position": {"tp": 0, "etp": 0}, "parameters": [entry]}, paths[-1])
     if same:
         assert gather_parameters(paths)["final_layernorm.weight"].shape == (2,)
     else:

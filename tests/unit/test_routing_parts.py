@@ -396,7 +396,7 @@ def report_of(model: Model, settings: ShampooConfig, size: int = 1) -> dict[str,
     )
     optimizer = Shampoo([{"params": weights}], config=settings, placement=placement)
     lines = [report._line(route, [optimizer]) for route in routes.values()]
-    share = report._Share(lines=lines, cut=0, num_blocks=len(plan.blocks), sent_bytes=0, balance=1.0)
+    share = report._Share(lines=lines, cut=0, travelling=0, num_blocks=len(plan.blocks), sent_bytes=0, balance=1.0)
     text = report._text([share], [optimizer])
     found = {name: next(line for line in text.splitlines() if name in line) for name in routes}
     found["rest"] = text[text.index("  preconditioned:") :]

@@ -57,9 +57,10 @@ def adapt_megatron_if_needed() -> bool:
     """
     if not install_if_needed():
         return False
-    from megatron.cpu import attention, moe, norm, weights
+    from megatron.cpu import attention, latent_attention, moe, norm, weights
 
     attention.install()
+    latent_attention.install()
     moe.install()
     norm.install()
     weights.install()

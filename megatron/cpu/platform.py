@@ -162,6 +162,8 @@ class DeviceMode(TorchFunctionMode):
             # A mode is off while it handles a call, and a backward pass may recompute activations.
             with self:
                 return _backward(*args, **(kwargs or {}))
+        if kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # pinned memory serves copies to a GPU
         if func in rng.DEVICE_DRAWS or (on_device and func in rng.FACTORY_DRAWS):
             with rng.draw_from_device():
                 return func(*args, **(kwargs or {}))

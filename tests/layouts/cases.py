@@ -15,6 +15,10 @@ EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-siz
            "--moe-shared-expert-intermediate-size", "64", "--moe-token-dispatcher-type", "alltoall",
            "--moe-router-load-balancing-type", "none")  # fmt: skip
 """Without the balancing loss, which Megatron computes per micro-batch: it is another loss on another layout."""
+LATENT = ("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
+          "--untie-embeddings-and-output-weights", "--ffn-hidden-size", "96",
+          "--multi-latent-attention", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "24",
+          "--kv-lora-rank", "32", "--q-lora-rank", "48")  # fmt: skip
 
 MODELS = {
     "GPT": tiny_gpt(num_layers=4),
@@ -22,11 +26,15 @@ MODELS = {
     "GPT, 6 layers": tiny_gpt(num_layers=6),
     "Llama": tiny_llama(num_layers=2, heads=8, query_groups=4),
     "multi-query": tiny_llama(num_layers=2, heads=8, query_groups=1),
+    "MLA": [*tiny_gpt(num_layers=2), *LATENT],
+    "MLA, no query rank": [*tiny_gpt(num_layers=2), *LATENT[:-2]],
+    "MTP": [*tiny_llama(num_layers=2, heads=8, query_groups=4), "--mtp-num-layers", "1"],
     "MoE": [*tiny_llama(num_layers=2, heads=8, query_groups=4), *EXPERTS],
 }
 """GPT: learned positions, LayerNorm, biases, tied embeddings. Llama: rope, RMSNorm, SwiGLU, 8 heads in 4 query groups,
-no biases, untied embeddings. Multi-query: one query group. MoE: the Llama with 4 experts in a layer, two for a token,
-and a shared one."""
+no biases, untied embeddings. Multi-query: one query group. MLA: the Llama with multi-latent attention. MTP: the Llama
+with one more layer that predicts the token after the next; not under context parallelism, where Megatron averages
+that loss per rank. MoE: the Llama with 4 experts in a layer, two for a token, and a shared one."""
 
 FP32 = {"loss": 1e-5, "gradient norm": 1e-5, "parameter": 1e-4}
 """Relative tolerances. Rounding alone: gradients of two layouts differ by about 1e-7, and ten steps of an optimizer
@@ -115,8 +123,12 @@ CASES = [
     *_cases("GPT", Layout(cp=4), Layout(cp=2, dp=2), Layout(tp=2, sp=True, cp=2), Layout(pp=2, cp=2),
             Layout(cp=2, distributed=False)),
     *_cases("Llama", Layout(cp=2), Layout(tp=2, sp=True, cp=2, dp=2)),
-    *_cases("MoE", Layout(cp=2, ep=2), Layout(dp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=4, ep=2), Layout(dp=4, ep=4),
-            Layout(tp=2, dp=2, sp=True, etp=1), Layout(tp=2, dp=2, sp=True, ep=2),
+    *_cases("MLA", Layout(tp=2), quick=True),
+    *_cases("MLA", Layout(dp=2), Layout(tp=2, sp=True, dp=2), Layout(cp=2), Layout(pp=2)),
+    *_cases("MLA, no query rank", Layout(tp=2), Layout(dp=2)),
+    *_cases("MTP", Layout(dp=2), Layout(tp=2, sp=True), Layout(pp=2)),
+    *_cases("MoE", Layout(dp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=4, ep=2), Layout(dp=4, ep=4),
+            Layout(cp=2, ep=2), Layout(tp=2, dp=2, sp=True, etp=1), Layout(tp=2, dp=2, sp=True, ep=2),
             Layout(pp=2, dp=2, ep=2), Layout(dp=2, distributed=False, ep=2)),
     *_cases("MoE", Layout(dp=2, ep=2), quick=True),
     *_cases("GPT", Layout(tp=2), Layout(pp=2, dp=2), **BF16),

@@ -9,8 +9,6 @@ import pytest
 from tests.launch import ROOT
 from tests.layouts import table
 
-PAGE = ROOT / "docs" / "parallelism.md"
-
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the table, write it to runs/layouts, and on request into the documentation."""
@@ -21,4 +19,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     table.show(rows)
     table.write(rows, ROOT / "runs" / "layouts")
     if config.getoption("layout_docs"):
-        table.put_into(PAGE, rows)
+        table.put_into(table.PAGE, rows)

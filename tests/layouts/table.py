@@ -15,6 +15,7 @@ from typing import Any
 from tests.launch import ROOT
 from tests.layouts.cases import CASES
 
+PAGE = ROOT / "docs" / "parallelism.md"
 BEGIN, END = "<!-- table of the layout suite: begin -->", "<!-- table of the layout suite: end -->"
 COLUMNS = (
     "model", "layout", "loss at 10", "gradient norm at 1", "loss differs by", "gradient norm by", "parameter by",

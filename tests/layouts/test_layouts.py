@@ -12,6 +12,7 @@ import pytest
 from tests.launch import Launcher
 from tests.layouts.cases import CASES, FP32, HALF, LATE, MODELS, Case
 from tests.layouts.runs import Model, check_collectives, check_grid
+from tests.layouts.table import BEGIN, END, PAGE
 from tests.tiny import Layout
 
 METHODS = ["soap", "kl-soap", "kl-shampoo", "one-sided"]
@@ -144,3 +145,15 @@ def test_another_alignment_is_another_run(models: Models) -> None:
     other = ("--shampoo-tp-alignment", "1", "--shampoo-block-size", "64")
     worst = models("GPT").worst(models("GPT").train(Layout(), None, *LATE, *other), *LATE)
     assert worst["parameter"] > 10 * FP32["parameter"], worst
+
+
+# -- the page
+
+
+def test_the_page_has_every_case() -> None:
+    """`make layouts LAYOUTS=--layout-docs` renews it; all of its rows say that the run is the same."""
+    rows = [line.split(" | ") for line in PAGE.read_text().split(BEGIN)[1].split(END)[0].splitlines() if "|" in line]
+    verdicts = {(row[0].removeprefix("| "), row[1]): row[-1].removesuffix(" |") for row in rows[2:]}
+    assert {key for key, verdict in verdicts.items() if verdict == "same"} == {
+        (case.group, case.name) for case in CASES
+    }

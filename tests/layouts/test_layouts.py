@@ -150,8 +150,10 @@ def test_another_alignment_is_another_run(models: Models) -> None:
 # -- the page
 
 
-def test_the_page_has_every_case() -> None:
+def test_the_page_has_every_case(request: pytest.FixtureRequest) -> None:
     """`make layouts LAYOUTS=--layout-docs` renews it; all of its rows say that the run is the same."""
+    if request.config.getoption("layout_docs"):
+        pytest.skip("this run writes the table when it ends")
     rows = [line.split(" | ") for line in PAGE.read_text().split(BEGIN)[1].split(END)[0].splitlines() if "|" in line]
     verdicts = {(row[0].removeprefix("| "), row[1]): row[-1].removesuffix(" |") for row in rows[2:]}
     assert {key for key, verdict in verdicts.items() if verdict == "same"} == {

@@ -285,6 +285,22 @@ class ShampooConfig:
     )
     """Steps."""
 
+    check_replicas: int = _knob(
+        0,
+        "steps between two comparisons of all parameters over the data-parallel ranks that hold copies of them; the "
+        "run ends where a copy has drifted (0: never)",
+        "an integer >= 0",
+    )
+    """Steps."""
+
+    solver_timeout: float = _knob(
+        600.0,
+        "seconds that the refreshes of one step may take on a rank before the run is ended, since an eigensolver that "
+        "hangs cannot be interrupted (0: for ever)",
+        "a number >= 0",
+    )
+    """Seconds. The default is that of Megatron's --distributed-timeout-minutes, after which other ranks give up."""
+
     @property
     def averages_gradients(self) -> bool:
         """Whether momentum comes before preconditioning."""
@@ -298,7 +314,7 @@ class ShampooConfig:
         """
         for name, kind in _ENUMS.items():
             object.__setattr__(self, name, self._member(name, kind))
-        for name, least in (("block_size", 1), ("refresh_interval", 1), ("start_step", 1), ("log_interval", 0)):
+        for name, least in _LEAST.items():
             self._require(name, _is_int(getattr(self, name)) and getattr(self, name) >= least)
         for name in ("nesterov", "bias_correction"):
             self._require(name, isinstance(getattr(self, name), bool))
@@ -309,6 +325,8 @@ class ShampooConfig:
         self._require("factor_beta", _is_real(self.factor_beta) and 0.0 <= self.factor_beta < 1.0)
         self._require("epsilon", _is_real(self.epsilon) and 0.0 < self.epsilon < 1.0)
         self._require("refresh_tolerance", _is_real(self.refresh_tolerance) and 0.0 <= self.refresh_tolerance < 1.0)
+        timeout = self.solver_timeout
+        self._require("solver_timeout", _is_real(timeout) and timeout >= 0.0)
         clip = self.update_rms_clip
         self._require("update_rms_clip", clip is None or (_is_real(clip) and clip >= 0.0))
         self._check_combinations()
@@ -363,6 +381,7 @@ _ENUMS: dict[str, type[enum.Enum]] = {
     "factor_dtype": Precision,
     "root_dtype": Precision,
 }
+_LEAST = {"block_size": 1, "refresh_interval": 1, "start_step": 1, "log_interval": 0, "check_replicas": 0}
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ShampooConfig)}
 
 

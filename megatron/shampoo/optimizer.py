@@ -42,6 +42,7 @@ from megatron.shampoo.preconditioner.moments import (
 )
 from megatron.shampoo.refreshing import refresh_due
 from megatron.shampoo.stack_step import grafts_by_momentum
+from megatron.shampoo.watchdog import at_most
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -133,6 +134,11 @@ class Shampoo(torch.optim.Optimizer):
         gathers = self.plan.replicated and place.num_ranks > 1
         self._directions = DirectionGather(self.plan, place.group, place.device, self._dtype) if gathers else None
         self._exchange = BlockExchange(self.schedule, None if gathers else place.group, place.device, self._dtype)
+        self._too_slow = (
+            f"data-parallel rank {place.rank}: the refreshes of one step took more than --shampoo-solver-timeout "
+            f"{self.config.solver_timeout:g} seconds; the trace below ends where {self.recipe.solver} hangs. "
+            "Resume with another --shampoo-solver, a smaller --shampoo-block-size or a longer timeout"
+        )
         self.num_root_computations = 0
         """Inverse roots and eigenbases that this rank has computed, ever."""
         self.metrics = StepMetrics()
@@ -306,7 +312,8 @@ class Shampoo(torch.optim.Optimizer):
         for stack, slots in zip(self._stacks, active, strict=True):
             stack.accumulate(slots, gradients, inbox)
         self.clock.mark("accumulate")
-        counts = refresh_due(self.states, active, self.config)
+        with at_most(self.config.solver_timeout, self._too_slow):
+            counts = refresh_due(self.states, active, self.config)
         self.metrics.refreshes = counts.computed
         self.metrics.skipped, self.metrics.failed = counts.skipped, counts.failed
         self.num_root_computations += counts.computed

@@ -122,7 +122,7 @@ def test_flags_that_do_not_go_together_are_refused(parser: argparse.ArgumentPars
         ({"shampoo_tp_alignment": 3}, "--shampoo-tp-alignment 3: allowed are multiples of .* 2, for instance 4"),
         ({"shampoo_tp_alignment": 6}, "--shampoo-tp-alignment 6 does not divide the 64 query rows"),
         ({"shampoo_tp_alignment": 64, "ffn_hidden_size": 96}, "does not divide the 96 --ffn-hidden-size"),
-        ({"group_query_attention": True, "num_query_groups": 1}, "--num-query-groups 1 on .* fewer tensor-parallel"),
+        ({"group_query_attention": True, "num_query_groups": 1}, "--num-query-groups 1 on .* --shampoo-qkv fused"),
         ({"save": "runs", "ckpt_format": "torch"}, "--ckpt-format torch cannot hold .* allowed is torch_dist"),
         ({"load": "runs", "ckpt_format": "torch_dcp"}, "--ckpt-format torch_dcp cannot hold .* allowed is torch_dist"),
     ],

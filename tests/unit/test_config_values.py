@@ -53,6 +53,8 @@ BAD = {
     "root_dtype": ("bfloat16", "fp64", "FP32", "", None, 32),
     "start_step": (0, -1, 1.0, None, True),
     "log_interval": (-1, 0.5, "10", None, True),
+    "check_replicas": (-1, 0.5, "10", None, True),
+    "solver_timeout": (-1, -0.5, math.nan, math.inf, "10", None, True),
 }
 GOOD = {
     "method": ("shampoo", "soap", "kl-soap", "kl-shampoo", "one-sided", Method.SOAP),
@@ -78,6 +80,8 @@ GOOD = {
     "root_dtype": ("fp32", "bf16", Precision.FP32),
     "start_step": (1, 100),
     "log_interval": (0, 7),
+    "check_replicas": (0, 100),
+    "solver_timeout": (0, 0.5, 3600),
 }
 ENUMS = {
     "method": Method,

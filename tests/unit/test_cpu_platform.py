@@ -88,6 +88,7 @@ def test_megatron_and_its_parser_are_changed_only_where_cuda_is_missing(cuda_is_
         assert kept == [cuda_is_there] * len(before)
         parser = argparse.ArgumentParser()
         parser.add_argument("--transformer-impl", default="transformer_engine")
+        parser.add_argument("--context-parallel-size", type=int, default=1)
         parsed = flags.adapt(parser).parse_args([])
         assert parsed.transformer_impl == ("transformer_engine" if cuda_is_there else "local")
 

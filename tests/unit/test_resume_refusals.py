@@ -131,6 +131,8 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a tolerance": ({"solver": "qr"}, {"solver": "qr", "refresh_tolerance": 0.1}),
     "another damping": ({}, {"epsilon": 1e-4}),
     "another log": ({}, {"log_interval": 1}),
+    "checked replicas": ({}, {"check_replicas": 100}),
+    "more patience": ({}, {"solver_timeout": 3600.0}),
 }
 
 
@@ -144,7 +146,7 @@ def test_every_setting_is_either_free_to_change_or_refused() -> None:
     refused = {field for _, _, field in REFUSED.values()}
     free = {
         "nesterov", "bias_correction", "update_rms_clip", "weight_decay_mode", "refresh_tolerance",
-        "epsilon", "log_interval",
+        "epsilon", "log_interval", "check_replicas", "solver_timeout",
     }  # fmt: skip
     assert refused & free == set()
     assert refused | free == set(ShampooConfig.__dataclass_fields__)

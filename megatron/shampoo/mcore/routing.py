@@ -81,6 +81,22 @@ def routes_of(
     return routes
 
 
+def names_of(model_chunks: Sequence[Any], config: Any, expert_parallel_rank: int) -> dict[int, str]:
+    """Global names of all parameters of this rank's model chunks, by the parameters' `id`.
+
+    Args:
+        model_chunks: Megatron's.
+        config: the model's `TransformerConfig`.
+        expert_parallel_rank: rank among the expert-parallel ranks, which number the experts.
+    """
+    names = {}
+    for chunk in model_chunks:
+        layers = _layer_numbers(chunk)
+        for local_name, parameter in chunk.named_parameters():
+            names[id(parameter)] = _name_and_unit(local_name, layers, config, expert_parallel_rank)[0]
+    return names
+
+
 def _layer_numbers(chunk: Any) -> dict[str, int]:
     """Global number (from 0) of each layer module, by its local name."""
     return {
@@ -98,11 +114,8 @@ def _route(
     tensor_parallel: TensorParallel,
     settings: ShampooConfig,
 ) -> Route:
-    name, unit = _global_name(local_name, layers)
+    name, unit = _name_and_unit(local_name, layers, config, tensor_parallel.expert_parallel_rank)
     expert = is_expert(name)
-    if expert:
-        name, number = _global_expert(name, config, tensor_parallel.expert_parallel_rank)
-        unit = unit * (config.num_moe_experts or 1) + number
     reason = _adamw_reason(name, parameter)
     parts = () if reason else _parts(name, parameter, config, tensor_parallel, settings)
     if parts and any(min(part.global_shape) == 1 for part in parts):
@@ -119,6 +132,15 @@ def _route(
         parts=parts,
         reason=reason,
     )
+
+
+def _name_and_unit(local_name: str, layers: dict[str, int], config: Any, expert_parallel_rank: int) -> tuple[str, int]:
+    """Global name; and the number of the layer, or of an expert among all layers' experts."""
+    name, unit = _global_name(local_name, layers)
+    if not is_expert(name):
+        return name, unit
+    name, number = _global_expert(name, config, expert_parallel_rank)
+    return name, unit * (config.num_moe_experts or 1) + number
 
 
 def _global_name(local_name: str, layers: dict[str, int]) -> tuple[str, int]:
@@ -188,8 +210,8 @@ def _attention_parts(
     groups, head = config.num_query_groups, config.kv_channels
     if groups % cut["tp_size"]:
         raise NotImplementedError(
-            f"{name}: {groups} query groups on {cut['tp_size']} tensor-parallel ranks; --optimizer shampoo needs "
-            f"--num-query-groups to be a multiple of --tensor-model-parallel-size"
+            f"{name}: {groups} query groups on {cut['tp_size']} tensor-parallel ranks; use --shampoo-qkv fused, or "
+            f"--num-query-groups that are a multiple of --tensor-model-parallel-size"
         )
     heads = config.num_attention_heads // groups
     rows = [("q", heads * head), ("k", head), ("v", head)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from megatron.shampoo.config import ShampooConfig
+from megatron.shampoo.config import Qkv, ShampooConfig
 from megatron.shampoo.mcore.arguments import OPTIMIZERS, config_of, given_flags, is_ours
 
 
@@ -87,17 +87,7 @@ def _check_alignment(config: ShampooConfig, args: Any) -> None:
             f"--shampoo-tp-alignment {alignment}: allowed are multiples of --tensor-model-parallel-size {size}, "
             f"for instance {size * -(-alignment // size)}"
         )
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    if groups % size:
-        raise NotImplementedError(
-            f"--num-query-groups {groups} on --tensor-model-parallel-size {size}: --optimizer "
-            f"{args.second_order_optimizer} needs a multiple of it; use fewer tensor-parallel ranks"
-        )
-    lengths = {
-        "query rows (heads x head width)": args.num_attention_heads * args.kv_channels,
-        "key rows (query groups x head width)": groups * args.kv_channels,
-        "--ffn-hidden-size": args.ffn_hidden_size,
-    }
+    lengths = _attention_lengths(config, args) | {"--ffn-hidden-size": args.ffn_hidden_size}
     if args.num_experts:
         lengths["--moe-ffn-hidden-size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
         lengths["--moe-shared-expert-intermediate-size"] = args.moe_shared_expert_intermediate_size or 0
@@ -113,6 +103,29 @@ def _check_alignment(config: ShampooConfig, args: Any) -> None:
                 f"--shampoo-tp-alignment {alignment} does not divide the {length} {name}; allowed are divisors of "
                 f"{length} that are multiples of --tensor-model-parallel-size {size}, for instance {size}"
             )
+
+
+def _attention_lengths(config: ShampooConfig, args: Any) -> dict[str, int]:
+    """Rows of the attention's projection that tensor parallelism cuts.
+
+    Raises:
+        NotImplementedError: a cut goes through the rows of one query group, and these are to be taken apart.
+    """
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    if config.qkv is Qkv.FUSED:
+        # An output gate has as many rows as the queries.
+        heads = args.num_attention_heads * (2 if getattr(args, "attention_output_gate", False) else 1) + 2 * groups
+        return {"rows of the fused projection (heads and two query groups x head width)": heads * args.kv_channels}
+    if groups % args.tensor_model_parallel_size:
+        raise NotImplementedError(
+            f"--num-query-groups {groups} on --tensor-model-parallel-size {args.tensor_model_parallel_size}: the cut "
+            f"goes through queries, keys and values that --shampoo-qkv {config.qkv} takes apart; use --shampoo-qkv "
+            f"fused, or a tensor-parallel size that divides {groups}"
+        )
+    return {
+        "query rows (heads x head width)": args.num_attention_heads * args.kv_channels,
+        "key rows (query groups x head width)": groups * args.kv_channels,
+    }
 
 
 def _check_checkpoint_format(args: Any) -> None:

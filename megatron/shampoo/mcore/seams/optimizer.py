@@ -1,6 +1,6 @@
 """Seams that bring our optimizers into Megatron's arguments, optimizer set-up, step, log and checkpoints.
 
-Each does nothing unless the user asked for one of our optimizers.
+Each does nothing unless the user asked for one of our optimizers; but all ranks compare what they were asked for.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ def wrap_print_args(original: Callable) -> Callable:
 
 
 def wrap_get_megatron_optimizer(original: Callable) -> Callable:
-    """Put Shampoo inside the optimizers that Megatron has built."""
+    """Refuse ranks with different settings; put Shampoo inside the optimizers that Megatron has built."""
 
     @functools.wraps(original)
     def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
+        from megatron.shampoo.mcore.agreement import check_same_settings
         from megatron.shampoo.mcore.build import use_shampoo
 
+        check_same_settings(get_args())
         optimizer = original(config, model_chunks, *args, **kwargs)
         if is_ours(get_args()):
             use_shampoo(optimizer, model_chunks, config_of(get_args()))
@@ -61,6 +63,28 @@ def wrap_get_grad_norm(original: Callable) -> Callable:
     return get_grad_norm
 
 
+def wrap_step(original: Callable) -> Callable:
+    """Compare replicas before a step whose turn it is; name the gradients for which fp16's loss scaler skips one."""
+
+    @functools.wraps(original)
+    def step(self: Any) -> Any:
+        from megatron.training import get_args
+
+        from megatron.shampoo.mcore import guard, replicas
+
+        args = get_args()
+        if not is_ours(args):
+            return original(self)
+        if replicas.is_due(args.curr_iteration + 1, config_of(args).check_replicas):
+            replicas.check_replicas(self.model_chunks, args.curr_iteration + 1)
+        result = original(self)
+        if not result[0] and result[1] is None:
+            guard.report_skipped_step(self, None)
+        return result
+
+    return step
+
+
 def wrap_step_with_ready_grads(original: Callable) -> Callable:
     """Skip a step whose gradients are not finite; write our metrics after a step."""
 
@@ -76,7 +100,7 @@ def wrap_step_with_ready_grads(original: Callable) -> Callable:
             return original(self)
         optimizers = shampoo_of(self)
         if not guard.is_finite(getattr(self, "last_grad_norm", None)):
-            guard.report_skipped_step(optimizers, self.last_grad_norm)
+            guard.report_skipped_step(self, self.last_grad_norm)
             return False
         iteration, interval = args.curr_iteration + 1, config_of(args).log_interval
         tensorboard.time_next_step(optimizers, iteration, interval)
@@ -164,6 +188,12 @@ SEAMS = (
         f"{_CHAIN}.get_grad_norm",
         "the norm is a local variable of step, and the guard below must not compute it twice",
         wrap_get_grad_norm,
+    ),
+    _seam(
+        "checked_step",
+        f"{_CHAIN}.step",
+        "Megatron has no hook between the backward pass and the step, and its loss scaler does not name what it found",
+        wrap_step,
     ),
     _seam(
         "guarded_step",

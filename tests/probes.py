@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -135,29 +140,39 @@ def count_frozen() -> dict[str, Any]:
 
 
 def spoil_gradient() -> dict[str, Any]:
-    """At the third step, one element of one gradient on the last rank is NaN.
+    """At the third step, one element of one gradient on the last rank is not finite: NaN in a matrix.
 
     Returns:
         Filled during the run: `unchanged` [bool], for the third step whether every state and parameter of this rank
         was bit for bit the same before and after.
     """
+    return _spoil(float("nan"), preconditioned=True)
+
+
+def spoil_adamw_gradient() -> dict[str, Any]:
+    """Likewise, plus infinity in a parameter that takes AdamW."""
+    return _spoil(float("inf"), preconditioned=False)
+
+
+def _spoil(value: float, preconditioned: bool) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     from megatron.shampoo.mcore.build import shampoo_of
 
     seen: dict[str, Any] = {"calls": 0, "unchanged": []}
-    prepare, step = ChainedOptimizer.prepare_grads, ChainedOptimizer.step
+    copy, step = DistributedOptimizer._copy_model_grads_to_main_grads, ChainedOptimizer.step
 
-    def spoiled(self: Any) -> bool:
-        found_inf = prepare(self)
+    def spoiled(self: Any) -> None:
+        copy(self)
         seen["calls"] += 1
         if seen["calls"] == 3 and dist.get_rank() == dist.get_world_size() - 1:
-            optimizer = shampoo_of(self)[0]
-            held = [shard for shard in optimizer.placement.shards if shard is not None]
-            held[0].grad.view(-1)[0] = torch.nan
-        return found_inf
+            inner = self.optimizer
+            held = [it for group in inner.param_groups for it in group["params"] if it.grad is not None]
+            chosen = next(it for it in held if inner.is_preconditioned(it) is preconditioned)
+            chosen.grad.view(-1)[0] = value
 
     def watched(self: Any) -> Any:
         before = _snapshot(shampoo_of(self))
@@ -167,9 +182,130 @@ def spoil_gradient() -> dict[str, Any]:
             seen["unchanged"].append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
         return result
 
-    ChainedOptimizer.prepare_grads = spoiled  # type: ignore[method-assign]
+    DistributedOptimizer._copy_model_grads_to_main_grads = spoiled  # type: ignore[method-assign]
     ChainedOptimizer.step = watched  # type: ignore[method-assign]
     return seen
+
+
+def scale_one_gradient() -> None:
+    """In the fourth step all gradients of all ranks are multiplied by the number in TEST_SCALE."""
+    _scale_gradients(lambda calls: calls == 4)
+
+
+def scale_all_gradients() -> None:
+    """In every step all gradients of all ranks are multiplied by the number in TEST_SCALE."""
+    _scale_gradients(lambda calls: True)
+
+
+def _scale_gradients(is_due: Callable[[int], bool]) -> None:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    prepare, calls, scale = ChainedOptimizer.prepare_grads, [0], float(os.environ["TEST_SCALE"])
+
+    def scaled(self: Any) -> bool:
+        found_inf = prepare(self)
+        calls[0] += 1
+        if is_due(calls[0]):
+            for parameter in self.get_parameters():
+                parameter.grad.mul_(scale)
+        return found_inf
+
+    ChainedOptimizer.prepare_grads = scaled  # type: ignore[method-assign]
+
+
+def flip_one_bit() -> None:
+    """After the third step, the lowest bit of one element of one parameter flips on rank 1, in the model's copy."""
+    import torch
+    import torch.distributed as dist
+    from megatron.training import training
+
+    original, calls = training.train_step, [0]
+
+    @functools.wraps(original)
+    def train_step(forward: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(forward, data, model, *args, **kwargs)
+        calls[0] += 1
+        if calls[0] == 3 and dist.get_rank() == 1:
+            parameter = dict(model[0].named_parameters())["module.decoder.final_layernorm.weight"]
+            with torch.no_grad():
+                parameter.view(torch.int32).view(-1)[5] ^= 1
+        return result
+
+    training.train_step = train_step
+
+
+def count_replica_checks() -> dict[str, Any]:
+    """Watch `--shampoo-check-replicas`.
+
+    Returns:
+        Filled during the run: `compared` [[size of the group, tensors]], one entry for each comparison.
+    """
+    from megatron.shampoo.mcore import replicas
+
+    seen: dict[str, Any] = {"compared": []}
+    original = replicas.drifted
+
+    def drifted(tensors: Any, group: Any) -> Any:
+        seen["compared"].append([group.size(), len(tensors)])
+        return original(tensors, group)
+
+    replicas.drifted = drifted
+    return seen
+
+
+def die_in_exchange() -> None:
+    """Rank 1 is killed in the exchange of the third step, before it has sent anything."""
+    _in_exchange(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def freeze_in_exchange() -> None:
+    """Rank 1 stops for ever in the exchange of the third step."""
+    _in_exchange(lambda: time.sleep(3600))
+
+
+def _in_exchange(action: Callable[[], Any]) -> None:
+    import torch.distributed as dist
+
+    from megatron.shampoo.collective.exchange import BlockExchange
+
+    original, calls = BlockExchange._all_to_all, [0]
+
+    def all_to_all(self: Any, *args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 5 and dist.get_rank() == 1:  # two in a step
+            action()
+        return original(self, *args)
+
+    BlockExchange._all_to_all = all_to_all  # type: ignore[method-assign]
+
+
+def hang_in_solver() -> None:
+    """Rank 1 hangs in the QR of the third step, where Python cannot be reached."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.shampoo.optimizer import Shampoo
+
+    original, step, calls = torch.linalg.qr, Shampoo.step, [0]
+
+    @functools.wraps(step)
+    def counted(self: Shampoo, closure: Any = None) -> Any:
+        calls[0] += 1
+        return step(self, closure)
+
+    def qr(*args: Any, **kwargs: Any) -> Any:
+        if calls[0] == 3 and dist.get_rank() == 1:
+            ctypes.CDLL(None).sleep(3600)  # a call into C that lets other threads run, as LAPACK's do
+        return original(*args, **kwargs)
+
+    Shampoo.step = counted  # type: ignore[method-assign]
+    torch.linalg.qr = qr
+
+
+def disagree() -> None:
+    """Rank 1 is started with what TEST_ARGUMENTS holds in addition."""
+    if os.environ["RANK"] == "1":
+        sys.argv += os.environ["TEST_ARGUMENTS"].split()
 
 
 def _snapshot(optimizers: list[Any]) -> list[Any]:

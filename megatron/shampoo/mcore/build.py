@@ -47,6 +47,7 @@ def use_shampoo(optimizer: Any, model_chunks: Sequence[Any], config: ShampooConf
         child.optimizer = _build(child, routes, config)
         child.init_state_fn = _init_state
         inner.append(child.optimizer)
+    optimizer.watched_chunks = list(model_chunks)  # its own list is empty without the distributed optimizer
     start_report(routes, inner)
     return routes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,27 @@ logger = logging.getLogger("megatron.shampoo")
 def is_finite(grad_norm: Any) -> bool:
     """Whether Megatron's global gradient norm is finite: the same answer on every rank, at no extra traffic."""
     return grad_norm is None or math.isfinite(float(grad_norm))
+
+
+def spoiled_by_excluded(optimizer: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Make the global norm see gradients that Megatron leaves out of it, such as copies on tensor-parallel ranks.
+
+    One of those that is not finite would spoil this rank's weights and no other's.
+
+    Args:
+        optimizer: one of Megatron's.
+        gradients: that its norm is computed of.
+
+    Returns:
+        The gradients, and one element more: 0, or NaN where one that is left out is not finite.
+    """
+    counted = {id(gradient) for gradient in gradients}
+    grads = [parameter.grad for parameter in optimizer.get_parameters() if parameter.grad is not None]
+    left_out = [gradient for gradient in grads if id(gradient) not in counted]
+    if not left_out:
+        return list(gradients)
+    flag = torch.stack(torch._foreach_norm(left_out)).sum(0, keepdim=True) * 0.0
+    return [*gradients, flag.to(left_out[0].dtype)]
 
 
 def report_skipped_step(optimizer: Any, grad_norm: Any) -> None:
@@ -50,11 +71,8 @@ def report_skipped_step(optimizer: Any, grad_norm: Any) -> None:
 
 def _gradients(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     """Names and gradients of all parameters that this rank updates, of those on AdamW too."""
-    if not optimizer.model_chunks:
-        return
-    names = names_of(
-        optimizer.model_chunks, get_model_config(optimizer.model_chunks[0]), mpu.get_expert_model_parallel_rank()
-    )
+    chunks = optimizer.watched_chunks
+    names = names_of(chunks, get_model_config(chunks[0]), mpu.get_expert_model_parallel_rank())
     for child in optimizer.chained_optimizers:
         for model, main in [] if child.is_stub_optimizer else main_parameters(child):
             if main is not None and main.grad is not None:

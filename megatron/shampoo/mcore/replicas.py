@@ -37,8 +37,6 @@ def check_replicas(model_chunks: Sequence[Any], iteration: int) -> None:
     Collective: every rank. One all-gather of 8 bytes a parameter over the data-parallel (x context-parallel) group, and
     one over the experts' data-parallel group.
     """
-    if not model_chunks:
-        return  # a stage without trainable parameters, on all ranks of its group
     config = get_model_config(model_chunks[0])
     names = names_of(model_chunks, config, mpu.get_expert_model_parallel_rank())
     parameters = [(names[id(it)], it) for chunk in model_chunks for it in chunk.parameters()]

@@ -63,6 +63,22 @@ def wrap_get_grad_norm(original: Callable) -> Callable:
     return get_grad_norm
 
 
+def wrap_get_grads_for_grad_norm(original: Callable) -> Callable:
+    """Let a gradient that is not finite reach the global norm also where the norm leaves it out."""
+
+    @functools.wraps(original)
+    def get_grads_for_grad_norm(self: Any, grad_norm_group: Any = None) -> Any:
+        from megatron.shampoo.mcore.build import shampoo_of
+        from megatron.shampoo.mcore.guard import spoiled_by_excluded
+
+        gradients = original(self, grad_norm_group)
+        if grad_norm_group is not None or not shampoo_of(self):
+            return gradients
+        return spoiled_by_excluded(self, gradients)
+
+    return get_grads_for_grad_norm
+
+
 def wrap_step(original: Callable) -> Callable:
     """Compare replicas before a step whose turn it is; name the gradients for which fp16's loss scaler skips one."""
 
@@ -76,7 +92,7 @@ def wrap_step(original: Callable) -> Callable:
         if not is_ours(args):
             return original(self)
         if replicas.is_due(args.curr_iteration + 1, config_of(args).check_replicas):
-            replicas.check_replicas(self.model_chunks, args.curr_iteration + 1)
+            replicas.check_replicas(self.watched_chunks, args.curr_iteration + 1)
         result = original(self)
         if not result[0] and result[1] is None:
             guard.report_skipped_step(self, None)
@@ -188,6 +204,12 @@ SEAMS = (
         f"{_CHAIN}.get_grad_norm",
         "the norm is a local variable of step, and the guard below must not compute it twice",
         wrap_get_grad_norm,
+    ),
+    _seam(
+        "gradients_of_the_norm",
+        "megatron.core.optimizer.optimizer.MegatronOptimizer.get_grads_for_grad_norm",
+        "copies on tensor-parallel ranks are left out of the norm, and with them a NaN that one rank alone has",
+        wrap_get_grads_for_grad_norm,
     ),
     _seam(
         "checked_step",

@@ -253,6 +253,43 @@ def count_replica_checks() -> dict[str, Any]:
     return seen
 
 
+def with_transformer_engine() -> None:
+    """As if Transformer Engine's optimizers were installed: Megatron then expects the step in the parameter groups."""
+    _with_fused_adam("USING_TE_OPTIMIZER")
+
+
+def with_apex() -> None:
+    """As if Apex's optimizers were installed."""
+    _with_fused_adam("USING_APEX_OPTIMIZER")
+
+
+def _with_fused_adam(switch: str) -> None:
+    """A stand-in has the constructor of the fused Adams, which is all that is used of them; ours takes its place."""
+    import torch
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    class FusedAdam(torch.optim.Optimizer):
+        def __init__(
+            self,
+            params: Any,
+            lr: float,
+            weight_decay: float,
+            betas: Any,
+            eps: float,
+            capturable: bool,
+            adam_w_mode: bool,
+        ) -> None:
+            defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            super().__init__(params, defaults)
+
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    optimizer.Adam = FusedAdam  # type: ignore[misc]
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.Adam = FusedAdam  # type: ignore[misc,assignment]
+    setattr(distrib_optimizer, switch, True)
+
+
 def die_in_exchange() -> None:
     """Rank 1 is killed in the exchange of the third step, before it has sent anything."""
     _in_exchange(lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -52,11 +52,11 @@ RUNS = {
 class Run:
     """A run that saves at iteration `SAVED` and goes on to `LAST`."""
 
-    def __init__(self, launcher: Launcher, folder: Path, name: str) -> None:
+    def __init__(self, launcher: Launcher, folder: Path, name: str, setup: str | None = None) -> None:
         model, self.layout, extra = RUNS[name]
         self.launcher, self.folder = launcher, folder
         self.flags = [*model, *SHAMPOO, *extra]
-        self.unbroken = self._train(["--save", folder, "--save-interval", SAVED]).check()
+        self.unbroken = self._train(["--save", folder, "--save-interval", SAVED], setup=setup).check()
 
     def _train(self, flags: list, layout: Layout | None = None, setup: str | None = None) -> RunResult:
         layout = layout or self.layout
@@ -86,6 +86,20 @@ def distributed(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) ->
 def test_resume_is_bit_for_bit(launcher: Launcher, tmp_path: Path, name: str) -> None:
     run = Run(launcher, tmp_path, name)
     assert run.is_continued_by(run.resume().check())
+
+
+@pytest.mark.parametrize("setup", ["with_transformer_engine", "with_apex"])
+@pytest.mark.parametrize("name", ["DP2 distributed", "TP2 replicated bf16", "PP2 fp16"])
+def test_resume_where_a_fused_adam_is_installed(launcher: Launcher, tmp_path: Path, name: str, setup: str) -> None:
+    """Its presence changes where Megatron looks for the optimizer's step."""
+    run = Run(launcher, tmp_path, name, f"tests.probes:{setup}")
+    resumed = run.resume(setup=f"tests.probes:{setup}").check()
+    assert run.is_continued_by(resumed)
+    without = Run(launcher, tmp_path, name)
+    assert without.unbroken.losses == run.unbroken.losses
+    # A checkpoint of either kind is one of the other.
+    assert run.is_continued_by(without.resume(setup=f"tests.probes:{setup}").check())
+    assert without.is_continued_by(without.resume().check())
 
 
 def forget_factors() -> None:

@@ -25,6 +25,7 @@ MODELS = {
     "GPT, untied": [*tiny_gpt(num_layers=4), "--untie-embeddings-and-output-weights"],
     "GPT, 6 layers": tiny_gpt(num_layers=6),
     "Llama": tiny_llama(num_layers=2, heads=8, query_groups=4),
+    "Llama, 8 groups": tiny_llama(num_layers=2, heads=8, query_groups=8),
     "multi-query": tiny_llama(num_layers=2, heads=8, query_groups=1),
     "MLA": [*tiny_gpt(num_layers=2), *LATENT],
     "MLA, no query rank": [*tiny_gpt(num_layers=2), *LATENT[:-2]],
@@ -90,6 +91,13 @@ def _cases(model: str, *layouts: Layout, **options: object) -> list[Case]:
 
 BF16 = {"settings": (*LATE, "--bf16"), "setting": "bf16", "is_half": True}
 FP16 = {"settings": (*LATE, "--fp16", "--initial-loss-scale", "1024"), "setting": "fp16", "is_half": True}
+FUSED = {"settings": (*LATE, "--shampoo-qkv", "fused", "--shampoo-tp-alignment", "8"), "setting": "fused QKV"}
+"""Where tensor-parallel ranks are more than query groups."""
+ALIGNED = {"settings": (*LATE, "--shampoo-tp-alignment", "8"), "setting": "planned for TP8"}
+CROWD = "more ranks than blocks"
+LARGE = {"settings": (*LATE, "--shampoo-block-size", "1024", "--shampoo-tp-alignment", "1"),
+         "setting": "large blocks"}  # fmt: skip
+"""As many as matrices."""
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 CASES = [
@@ -119,6 +127,10 @@ CASES = [
             Layout(pp=2), quick=True),
     *_cases("Llama", Layout(tp=2, pp=2, dp=2, sp=True), Layout(dp=4)),
     *_cases("multi-query", Layout(dp=2), Layout(pp=2)),
+    *_cases("multi-query", Layout(tp=2, sp=True), Layout(tp=4), **FUSED),
+    *_cases("Llama", Layout(tp=8), **FUSED),
+    *_cases("Llama, 8 groups", Layout(dp=12), flags=("--micro-batch-size", "1"), label=CROWD, **LARGE),
+    *_cases("Llama, 8 groups", Layout(tp=2, dp=2), Layout(tp=8), Layout(tp=8, sp=True), **ALIGNED),
     *_cases("GPT", Layout(cp=2), quick=True),
     *_cases("GPT", Layout(cp=4), Layout(cp=2, dp=2), Layout(tp=2, sp=True, cp=2), Layout(pp=2, cp=2),
             Layout(cp=2, distributed=False)),

@@ -24,6 +24,7 @@ class Model:
             folder: for the checkpoint.
         """
         self.launcher, self.flags, self.folder = launcher, flags, folder
+        self.num_heads = int(flags[flags.index("--num-attention-heads") + 1])
         self._runs: dict[tuple[str, ...], RunResult] = {}
         saving = ["--save", folder, "--save-interval", "1", "--no-save-optim", "--no-save-rng"]
         launcher.run([*flags, *OURS, "--train-iters", "1", "--lr", "0", *saving]).check()
@@ -57,7 +58,7 @@ class Model:
     ) -> dict[str, float]:
         """Worst relative differences of a run from the one on one rank, of all parameters or of matrices alone."""
         alone = self.alone(*settings, probe=probe)
-        parameters, expected = compared(result), compared(alone)
+        parameters, expected = (compared(run, self.num_heads) for run in (result, alone))
         assert parameters.keys() == expected.keys()
         if matrices_only:
             expected = {name: tensor for name, tensor in expected.items() if tensor.ndim > 1}
@@ -68,7 +69,7 @@ class Model:
         }
 
 
-def compared(result: RunResult) -> dict[str, torch.Tensor]:
+def compared(result: RunResult, heads: int) -> dict[str, torch.Tensor]:
     """Parameters by global name, but for the key bias of the GPT model.
 
     Softmax does not change when all keys move by a constant, so the key bias has no gradient but rounding noise, which
@@ -77,7 +78,7 @@ def compared(result: RunResult) -> dict[str, torch.Tensor]:
     parameters = result.parameters()
     for name, tensor in parameters.items():
         if name.endswith("linear_qkv.bias"):
-            parameters[name] = tensor.view(4, 3, 16)[:, [0, 2]].flatten()  # 4 heads of width 16
+            parameters[name] = tensor.view(heads, 3, -1)[:, [0, 2]].flatten()
     return parameters
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.launch import Launcher
-from tests.layouts.cases import CASES, FP32, HALF, LATE, MODELS, Case
+from tests.layouts.cases import CASES, CROWD, FP32, HALF, LATE, MODELS, Case
 from tests.layouts.runs import Model, check_collectives, check_grid
 from tests.layouts.table import BEGIN, END, PAGE
 from tests.tiny import Layout
@@ -62,6 +62,8 @@ def test_the_run_does_not_depend_on_the_layout(
     record_property("bytes", check_collectives(result, case.layout))
     check_grid(result, alone)
     assert within(worst, case.tolerances), worst
+    if case.label == CROWD:
+        assert any(not ours["owned"] for it in result.records for ours in it["setup"]["optimizers"].values())
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4), Layout(dp=3), Layout(pp=2)], ids=str)

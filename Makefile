@@ -39,7 +39,7 @@ bench: $(STAMP)  ## time the optimizers against each other, about an hour (BENCH
 compare: $(STAMP)  ## train a small GPT with every optimizer, rates tuned, more than an hour (COMPARE="--help" for options)
 	@$(RUN) tools/compare.py $(COMPARE)
 
-layouts: $(STAMP)  ## one training run on every parallel layout, about 6 minutes (LAYOUTS="-k MoE" for a part)
+layouts: $(STAMP)  ## one training run on every parallel layout, about 7 minutes (LAYOUTS="-k MoE" for a part)
 	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal tests/layouts --all-layouts $(LAYOUTS)
 
 soak: $(STAMP)  ## 2,000 steps with random faults, and a rank that freezes, about 3 minutes (SOAK="--soak-steps 10000" for more)

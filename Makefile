@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo bench compare layouts soak test lint format freeze clean
+.PHONY: help install demo bench compare layouts reshard soak test lint format freeze clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ compare: $(STAMP)  ## train a small GPT with every optimizer, rates tuned, more 
 
 layouts: $(STAMP)  ## one training run on every parallel layout, about 7 minutes (LAYOUTS="-k MoE" for a part)
 	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal tests/layouts --all-layouts $(LAYOUTS)
+
+reshard: $(STAMP)  ## checkpoints moved between all pairs of layouts, about @R@ minutes (RESHARD="-k MoE" for a part)
+	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadgroup tests/reshard --all-pairs $(RESHARD)
 
 soak: $(STAMP)  ## 2,000 steps with random faults, and a rank that freezes, about 3 minutes (SOAK="--soak-steps 10000" for more)
 	@$(RUN) -m pytest -s tests/soak --soak-steps 2000 $(SOAK)

@@ -17,8 +17,9 @@ def launcher() -> Iterator[Launcher]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the layout suite and of the soak test: pytest reads those of a folder's own conftest too late."""
+    """Options of suites with a `make` target: pytest reads those of a folder's own conftest too late."""
     parser.addoption("--all-layouts", action="store_true", help="run every layout, not only the quick ones")
+    parser.addoption("--all-pairs", action="store_true", help="reshard between all pairs of layouts")
     parser.addoption("--soak-steps", type=int, default=300, help="steps of the soak test (default: 300)")
     parser.addoption("--layout-docs", action="store_true", help="put the layouts' table into docs/parallelism.md")
 

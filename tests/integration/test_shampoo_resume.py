@@ -120,8 +120,7 @@ def test_without_its_factors_a_resume_differs(distributed: Run) -> None:
 
 
 REFUSED = {
-    "another data-parallel size": (Layout(dp=4), [], "world_size 2 -> 4"),
-    "another tensor-parallel size": (Layout(tp=2), [], "tensor_model_parallel_size 1 -> 2"),
+    "ranks that would cut blocks": (Layout(tp=2), [], "are cut for --shampoo-tp-alignment 1, and 2 ranks would cut"),
     "another kind of optimizer": (Layout(dp=2, distributed=False), [], "use_distributed_optimizer True -> False"),
     "other blocks": (Layout(dp=2), ["--shampoo-block-size", "64"], "--shampoo-block-size 64"),
     "other turns": (Layout(dp=2), ["--shampoo-refresh-interval", "5"], "--shampoo-refresh-interval 5"),
@@ -146,7 +145,8 @@ REFUSED = {
 def test_what_cannot_resume_is_refused_by_name(distributed: Run, case: str) -> None:
     layout, flags, message = REFUSED[case]
     resumed = distributed.resume(*flags, layout=layout)
-    assert all(resumed.returncodes) and message in resumed.output and "--no-load-optim" in resumed.output
+    assert all(resumed.returncodes) and message in resumed.output
+    assert "--no-load-optim" in resumed.output or "--override-opt-param-scheduler" in resumed.output
     assert "Traceback" not in resumed.output
 
 
@@ -172,3 +172,29 @@ def test_adam_s_state_is_not_taken_for_shampoo_s(launcher: Launcher, tmp_path: P
     launcher.run([*flags, "--save", tmp_path, "--save-interval", "1"], world_size=2).check()
     resumed = launcher.run([*flags, "--load", tmp_path, "--optimizer", "shampoo"], world_size=2)
     assert all(resumed.returncodes) and "was saved with --optimizer adam" in resumed.output
+
+
+RATES = ["--lr", "5e-4", "--weight-decay", "0.2", "--decoupled-lr", "2e-4"]
+"""Of a run that was saved with rates of 1e-3 and 4e-4, and a decay of 0.01."""
+
+
+@pytest.mark.parametrize("optimizer", [SHAMPOO, ["--dataloader-type", "single"]], ids=["shampoo", "adam"])
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, distributed=False)], ids=str)
+def test_a_run_resumes_with_another_rate(
+    launcher: Launcher, tmp_path: Path, layout: Layout, optimizer: list[str]
+) -> None:
+    """The flag says whose rates count; the output layer and the embedding have their own, in both cases."""
+    model = [*tiny_llama(iters=LAST), *layout.flags, *optimizer]
+    saved = [*model, "--decoupled-lr", "4e-4", "--save", tmp_path, "--save-interval", SAVED]
+    loading = [*model, *RATES, "--load", tmp_path, "--ckpt-step", SAVED]
+    unbroken = launcher.run(saved, world_size=2).check()
+    new = launcher.run([*loading, "--override-opt-param-scheduler"], world_size=2).check()
+    old = launcher.run([*loading, "--use-checkpoint-opt-param-scheduler"], world_size=2).check()
+    assert _rates(unbroken) == _rates(old) == {1e-3, 4e-4}
+    assert _rates(new) == {5e-4, 2e-4}
+    assert new.losses[0] == old.losses[0] == unbroken.losses[SAVED]
+    assert new.losses[1:] != old.losses[1:]
+
+
+def _rates(result: RunResult) -> set[float]:
+    return {rate for record in result.records for rates in record["learning_rates"] for rate in rates}

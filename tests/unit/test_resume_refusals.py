@@ -14,10 +14,15 @@ from megatron.shampoo.mcore.arguments import config_of, resolve_
 from megatron.shampoo.mcore.resume import check_resume
 
 LAYOUT = {
-    **dict.fromkeys(resume._LAYOUT, None), "world_size": 4, "tensor_model_parallel_size": 2, "data_parallel_size": 2,
-    "use_distributed_optimizer": True, "bf16": True, "num_layers": 2, "hidden_size": 64,
+    **dict.fromkeys((*resume._MODEL, *resume._KEPT), None), "world_size": 4, "tensor_model_parallel_size": 2,
+    "data_parallel_size": 2, "expert_model_parallel_size": 1, "use_distributed_optimizer": True, "bf16": True,
+    "dist_ckpt_optim_fully_reshardable": True, "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8,
+    "group_query_attention": True, "num_query_groups": 4,
 }  # fmt: skip
-RATES = {"lr": 1e-3, "min_lr": 1e-5, "decoupled_lr": None, "decoupled_min_lr": None}
+RATES = {
+    **dict.fromkeys(resume._SCHEDULE, None), "lr": 1e-3, "min_lr": 1e-5, "train_iters": 100,
+    "override_opt_param_scheduler": False, "use_checkpoint_opt_param_scheduler": False,
+}  # fmt: skip
 
 
 def arguments(**settings: Any) -> SimpleNamespace:
@@ -72,7 +77,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "limited sides, now other ones": ({"max_dim": 0}, {"max_dim": 64}, "max_dim"),
     "keys and values split, now by heads": ({}, {"qkv": "heads"}, "qkv"),
     "fused, now split": ({"qkv": "fused"}, {}, "qkv"),
-    "other owners": ({}, {"ownership": "balanced"}, "ownership"),
 }
 
 
@@ -130,6 +134,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another weight decay": ({}, {"weight_decay_mode": "independent"}),
     "a tolerance": ({"solver": "qr"}, {"solver": "qr", "refresh_tolerance": 0.1}),
     "another damping": ({}, {"epsilon": 1e-4}),
+    "other owners": ({}, {"ownership": "balanced"}),
     "another log": ({}, {"log_interval": 1}),
     "checked replicas": ({}, {"check_replicas": 100}),
     "more patience": ({}, {"solver_timeout": 3600.0}),
@@ -146,7 +151,7 @@ def test_every_setting_is_either_free_to_change_or_refused() -> None:
     refused = {field for _, _, field in REFUSED.values()}
     free = {
         "nesterov", "bias_correction", "update_rms_clip", "weight_decay_mode", "refresh_tolerance",
-        "epsilon", "log_interval", "check_replicas", "solver_timeout",
+        "epsilon", "ownership", "log_interval", "check_replicas", "solver_timeout",
     }  # fmt: skip
     assert refused & free == set()
     assert refused | free == set(ShampooConfig.__dataclass_fields__)
@@ -190,10 +195,14 @@ def test_nothing_to_load_is_nothing_to_refuse(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"no_save_optim": True}, "was saved with --no-save-optim; load the weights with --no-load-optim"),
         ({"second_order_optimizer": None}, "was saved with --optimizer adam, .*--no-load-optim or --finetune"),
-        ({"world_size": 8, "data_parallel_size": 4}, "here differ world_size 8 -> 4, data_parallel_size 4 -> 2"),
-        ({"lr": 2e-3}, "^--lr 0.001: the checkpoint was saved with 0.002, .*--no-load-optim"),
+        ({"num_layers": 4, "hidden_size": 32}, "of another model: num_layers 4 -> 2, hidden_size 32 -> 64"),
+        ({"num_query_groups": 2}, "^--num-query-groups 4: the checkpoint is of another model, with 2"),
+        ({"use_distributed_optimizer": False}, "in another form: use_distributed_optimizer False -> True"),
+        ({"dist_ckpt_optim_fully_reshardable": False}, "saved by an older version, on whose layout"),
+        ({"lr": 2e-3}, "^--lr 0.001: the checkpoint was saved with 0.002; add --override-opt-param-scheduler"),
+        ({"train_iters": 50}, "^--lr-decay-iters 100: the checkpoint was saved with 50; add --override-opt"),
     ],
-    ids=["weights alone", "another optimizer", "another layout", "another rate"],
+    ids=["weights alone", "optimizer", "model", "groups", "form", "version", "rate", "iterations"],
 )
 def test_what_else_differs_is_refused_whatever_the_method(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], message: str
@@ -201,3 +210,32 @@ def test_what_else_differs_is_refused_whatever_the_method(
     for method in ("shampoo", "kl-soap"):
         with pytest.raises((ValueError, NotImplementedError), match=message):
             check(monkeypatch, arguments(method=method, given=given), arguments(method=method))
+
+
+@pytest.mark.parametrize("whose", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])
+def test_another_schedule_is_accepted_where_it_is_clear_whose_counts(
+    monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    saved = arguments(given={"lr": 2e-3, "train_iters": 50, "start_weight_decay": 0.1})
+    check(monkeypatch, saved, arguments(given={whose: True}))
+
+
+def test_another_layout_is_accepted_and_the_alignment_comes_from_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved = arguments(given={"world_size": 8, "tensor_model_parallel_size": 8, "data_parallel_size": 1})
+    now = arguments()
+    check(monkeypatch, saved, now)
+    assert now.shampoo_tp_alignment == 8
+    with pytest.raises(ValueError, match=r"^--shampoo-tp-alignment 2: the checkpoint was saved with 8"):
+        check(monkeypatch, saved, arguments(tp_alignment=2))
+    with pytest.raises(ValueError, match=r"^--tensor-model-parallel-size 2: .*--shampoo-tp-alignment 1, and 2 ranks"):
+        check(monkeypatch, arguments(given={"tensor_model_parallel_size": 1}), arguments())
+
+
+def test_experts_without_the_distributed_optimizer_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"use_distributed_optimizer": False}
+    saved = arguments(given={**given, "expert_model_parallel_size": 2})
+    with pytest.raises(NotImplementedError, match=r"^--expert-model-parallel-size 2 -> 1"):
+        check(monkeypatch, saved, arguments(given=given))
+    check(monkeypatch, saved, arguments(given={**given, "expert_model_parallel_size": 4}))

@@ -35,4 +35,6 @@ def validate_args(args: Any) -> None:
     config = validation.validate_args(args)
     if config is not None:
         resolve_(args, config)
+        # A checkpoint should move to another layout without the user having known a flag when it was saved.
+        args.dist_ckpt_optim_fully_reshardable = True
         resume.check_resume(args, config)

@@ -3,52 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.shampoo.config import ShampooConfig, Side, Solver, flag_of
 from megatron.shampoo.mcore.arguments import config_of
 from megatron.shampoo.methods import Application, Recipe, recipe_of, root_of
 
-_LAYOUT = (
-    "world_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "data_parallel_size",
-    "use_distributed_optimizer",
-    "num_distributed_optimizer_instances",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "ddp_num_buckets",
-    "ddp_bucket_size",
-    "ddp_pad_buckets_for_high_nccl_busbw",
-    "bf16",
-    "fp16",
-    "grad_reduce_in_bf16",
-    "accumulate_allreduce_grads_in_fp32",
-    "main_grads_dtype",
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "swiglu",
-    "untie_embeddings_and_output_weights",
-    "padded_vocab_size",
-    "num_experts",
-    "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
+_MODEL = (
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "kv_channels",
+        "swiglu",
+    ),
+    *("untie_embeddings_and_output_weights", "multi_latent_attention", "mtp_num_layers"),
+    *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
 )
-"""Megatron's arguments that decide which blocks a rank owns: precision, overlap and buckets move shard borders."""
+"""Megatron's arguments that decide which matrices there are."""
 
-_GRID = ("block_size", "tp_alignment", "ownership", "refresh_interval", "max_dim", "qkv")
-"""Our settings that decide the blocks, their owners and their turns."""
+_KEPT = ("use_distributed_optimizer", "bf16", "fp16")
+"""Megatron's arguments that decide in which form it saves main parameters and moments."""
+
+_GRID = ("block_size", "tp_alignment", "refresh_interval", "max_dim", "qkv")
+"""Our settings that decide the blocks and their turns."""
 
 _STATE = (
     *("method", "side", "root", "grafting", "momentum_placement", "factor_dtype", "root_dtype", "factor_beta"),
@@ -56,20 +36,26 @@ _STATE = (
 )
 """Our settings that decide what the state of a block and of its moments means."""
 
-_GROUPS = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
-"""Arguments by which Megatron 0.19 finds the parameter groups of a checkpoint again."""
+_SCHEDULE = (
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style", "lr_decay_iters"),
+    *("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init"),
+    *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+)
+"""Megatron's arguments of which it wants to know whose count, where they differ."""
 
 
 def check_resume(args: Any, config: ShampooConfig) -> None:
     """Compare the arguments stored in the checkpoint to load with those of this run.
 
+    An alignment of blocks that the user has left open becomes the checkpoint's.
+
     Args:
-        args: Megatron's, validated.
+        args: Megatron's, validated; `shampoo_tp_alignment` may be set.
         config: ours.
 
     Raises:
         ValueError: the checkpoint holds another optimizer's state, or other blocks.
-        NotImplementedError: it was saved on another layout.
+        NotImplementedError: it was saved in a form that cannot be read here.
     """
     if args.load is None or args.finetune or args.no_load_optim:
         return
@@ -84,28 +70,80 @@ def check_resume(args: Any, config: ShampooConfig) -> None:
             f"--load {args.load}: was saved with --optimizer {word}, which has no factors for --optimizer "
             f"{args.second_order_optimizer}; load the weights alone with --no-load-optim or --finetune"
         )
-    _check_layout(saved, args)
-    _check_grid(saved, args, config)
-    for name in _GROUPS:
-        if getattr(saved, name, None) != getattr(args, name, None):
-            raise NotImplementedError(
-                f"--{name.replace('_', '-')} {getattr(args, name, None)}: the checkpoint was saved with "
-                f"{getattr(saved, name, None)}, and Megatron 0.19 finds the optimizer's parameter groups again by it; "
-                "keep it, or load the weights alone with --no-load-optim"
+    _check_model(saved, args)
+    _adopt_alignment(saved, args, config)
+    _check_grid(saved, args, config_of(args))
+    _check_schedule(saved, args)
+
+
+def _check_schedule(saved: Any, args: Any) -> None:
+    if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+        return
+    for name in _SCHEDULE:
+        then, now = (getattr(it, name, None) for it in (saved, args))
+        if name == "lr_decay_iters":  # Megatron fills it in later
+            then, now = then or saved.train_iters, now or args.train_iters
+        if then != now:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {now}: the checkpoint was saved with {then}; add "
+                "--override-opt-param-scheduler to go on with the new value, or "
+                "--use-checkpoint-opt-param-scheduler to keep the checkpoint's"
             )
 
 
-def _check_layout(saved: Any, args: Any) -> None:
-    differing = [name for name in _LAYOUT if str(getattr(saved, name, None)) != str(getattr(args, name, None))]
-    if differing:
-        described = ", ".join(
-            f"{name} {getattr(saved, name, None)} -> {getattr(args, name, None)}" for name in differing
+def _check_model(saved: Any, args: Any) -> None:
+    def differing(names: Sequence[str]) -> str:
+        pairs = [(name, getattr(saved, name, None), getattr(args, name, None)) for name in names]
+        return ", ".join(f"{name} {then} -> {now}" for name, then, now in pairs if str(then) != str(now))
+
+    if described := differing(_MODEL):
+        raise ValueError(f"--load {args.load}: the checkpoint is of another model: {described}")
+    if _num_query_groups(saved) != _num_query_groups(args):
+        raise ValueError(
+            f"--num-query-groups {_num_query_groups(args)}: the checkpoint is of another model, with "
+            f"{_num_query_groups(saved)}"
         )
+    if not args.use_distributed_optimizer and (args.expert_model_parallel_size > 1) != (
+        saved.expert_model_parallel_size > 1
+    ):
         raise NotImplementedError(
-            f"--load {args.load}: --optimizer {args.second_order_optimizer} resumes on the layout that saved the "
-            f"checkpoint; here differ {described}. Resume on the saved layout, or load the weights alone with "
+            f"--expert-model-parallel-size {saved.expert_model_parallel_size} -> {args.expert_model_parallel_size}: "
+            "experts get an optimizer of their own; use --use-distributed-optimizer in both runs, or load the weights "
+            "alone with --no-load-optim"
+        )
+    if described := differing(_KEPT):
+        raise NotImplementedError(
+            f"--load {args.load}: was saved in another form: {described}; keep these, or load the weights alone with "
             "--no-load-optim"
         )
+    if args.use_distributed_optimizer and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False):
+        raise NotImplementedError(
+            f"--load {args.load}: was saved by an older version, on whose layout its state depends; load the weights "
+            "alone with --no-load-optim"
+        )
+
+
+def _num_query_groups(args: Any) -> int:
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
+def _adopt_alignment(saved: Any, args: Any, config: ShampooConfig) -> None:
+    """Take the blocks as they were saved, unless the user says how they are cut."""
+    if config.tp_alignment is not None:
+        return
+    alignment, size = _alignment(config_of(saved), saved), args.tensor_model_parallel_size
+    if alignment % size:
+        raise ValueError(
+            f"--tensor-model-parallel-size {size}: the checkpoint's blocks are cut for --shampoo-tp-alignment "
+            f"{alignment}, and {size} ranks would cut through them; use a size that divides {alignment}, or load the "
+            "weights alone with --no-load-optim. A run that starts with a multiple of all sizes to come can resume on "
+            "each of them"
+        )
+    args.shampoo_tp_alignment = alignment
+
+
+def _alignment(config: ShampooConfig, args: Any) -> int:
+    return config.tp_alignment or args.tensor_model_parallel_size
 
 
 def _check_grid(saved: Any, args: Any, config: ShampooConfig) -> None:
@@ -136,7 +174,7 @@ def _resolved(config: ShampooConfig, args: Any) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in (*_GRID, *_STATE)}
     recipe = recipe_of(config)
     return values | {
-        "tp_alignment": config.tp_alignment or args.tensor_model_parallel_size,
+        "tp_alignment": _alignment(config, args),
         "side": recipe.side,
         "grafting": recipe.grafting,
         # Given or by default; where some matrices have two factors and some have one the defaults are two.

@@ -18,7 +18,15 @@ def install_mends() -> list[str]:
     Raises:
         NotImplementedError: the installed megatron-core is not one that the seams were tested with.
     """
-    from megatron.shampoo.mcore.seams import bucket_padding, first_log_line, layer_wise, step_per_parameter
+    from megatron.shampoo.mcore.seams import (
+        bucket_padding,
+        chain_length,
+        first_log_line,
+        group_rates,
+        layer_wise,
+        step_per_parameter,
+    )
     from megatron.shampoo.mcore.seams.registry import install
 
-    return install((*bucket_padding.SEAMS, *step_per_parameter.SEAMS, *first_log_line.SEAMS, *layer_wise.SEAMS))
+    mends = (bucket_padding, step_per_parameter, first_log_line, layer_wise, group_rates, chain_length)
+    return install([seam for module in mends for seam in module.SEAMS])

@@ -143,7 +143,7 @@ def wrap_sharded_state_dict(original: Callable) -> Callable:
         finally:
             self.allocates_state = False
         for inner in shampoo_of(self):
-            state[KEY] = blocks_to_sharded(inner, expert=inner.param_groups[0]["is_expert_parallel"])
+            state[KEY] = blocks_to_sharded(inner)
         return state
 
     return sharded_state_dict

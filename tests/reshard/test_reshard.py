@@ -48,7 +48,12 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     return found
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=str, indirect=True)
+# Pairs from one checkpoint run on one worker, which makes the checkpoint once.
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(it, id=str(it), marks=pytest.mark.xdist_group(f"{it.group}: {it.saved}")) for it in PAIRS],
+    indirect=True,
+)
 def test_a_run_continues_on_another_layout(
     saved: Runs, pair: Pair, record_property: Callable[[str, object], None]
 ) -> None:

@@ -42,7 +42,7 @@ compare: $(STAMP)  ## train a small GPT with every optimizer, rates tuned, more 
 layouts: $(STAMP)  ## one training run on every parallel layout, about 7 minutes (LAYOUTS="-k MoE" for a part)
 	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal tests/layouts --all-layouts $(LAYOUTS)
 
-reshard: $(STAMP)  ## checkpoints moved between all pairs of layouts, about @R@ minutes (RESHARD="-k MoE" for a part)
+reshard: $(STAMP)  ## checkpoints moved between all pairs of layouts, about 20 minutes (RESHARD="-k MoE" for a part)
 	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadgroup tests/reshard --all-pairs $(RESHARD)
 
 soak: $(STAMP)  ## 2,000 steps with random faults, and a rank that freezes, about 3 minutes (SOAK="--soak-steps 10000" for more)

@@ -110,6 +110,18 @@ def test_the_alignment_comes_from_the_checkpoint(launcher: Launcher, tmp_path: P
     )
 
 
+def test_a_damaged_checkpoint_is_named(launcher: Launcher, tmp_path: Path) -> None:
+    """Megatron's `--verify-integrity` covers the factors too; the same flag finds nothing in a sound one."""
+    run = Saved(launcher, tmp_path, "Llama", Layout(dp=2), ("--verify-integrity",))
+    assert max(run.worst(run.resume(Layout(dp=2)).check()).values()) == 0
+    shard = max((tmp_path / f"iter_{SAVED:07d}").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    resumed = run.resume(Layout(dp=2))
+    assert all(resumed.returncodes) and shard.name in resumed.output
+
+
 # -- negative controls: the comparison sees what it is there for
 
 

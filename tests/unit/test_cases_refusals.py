@@ -31,6 +31,7 @@ def arguments(**values: Any) -> SimpleNamespace:
         "optimizer": "adam", "second_order_optimizer": "shampoo", "tensor_model_parallel_size": 2,
         "group_query_attention": False, "num_query_groups": None, "num_attention_heads": 4, "kv_channels": 16,
         "ffn_hidden_size": 256, "save": None, "load": None, "ckpt_format": "torch_dist", "no_save_optim": None,
+        "non_persistent_ckpt_type": None,
         "num_experts": None,
         **{f"shampoo_{name}": None for name in ShampooConfig.__dataclass_fields__},
     }  # fmt: skip
@@ -125,8 +126,9 @@ def test_flags_that_do_not_go_together_are_refused(parser: argparse.ArgumentPars
         ({"group_query_attention": True, "num_query_groups": 1}, "--num-query-groups 1 on .* --shampoo-qkv fused"),
         ({"save": "runs", "ckpt_format": "torch"}, "--ckpt-format torch cannot hold .* allowed is torch_dist"),
         ({"load": "runs", "ckpt_format": "torch_dcp"}, "--ckpt-format torch_dcp cannot hold .* allowed is torch_dist"),
+        ({"non_persistent_ckpt_type": "local"}, "^--non-persistent-ckpt-type local cannot .* use .* global"),
     ],
-    ids=["no multiple", "rows", "ffn", "query groups", "saving torch", "loading torch_dcp"],
+    ids=["no multiple", "rows", "ffn", "query groups", "saving torch", "loading torch_dcp", "local"],
 )
 def test_a_value_that_cannot_work_is_refused_with_what_can(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=message):

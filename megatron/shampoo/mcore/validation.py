@@ -129,6 +129,11 @@ def _attention_lengths(config: ShampooConfig, args: Any) -> dict[str, int]:
 
 
 def _check_checkpoint_format(args: Any) -> None:
+    if args.non_persistent_ckpt_type == "local":
+        raise NotImplementedError(
+            "--non-persistent-ckpt-type local cannot hold the reshardable state of --optimizer "
+            f"{args.second_order_optimizer}; use --non-persistent-ckpt-type global"
+        )
     uses_checkpoints = args.save is not None or args.load is not None
     if uses_checkpoints and args.ckpt_format != "torch_dist" and not args.no_save_optim:
         raise NotImplementedError(
